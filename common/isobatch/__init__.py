@@ -1,0 +1,46 @@
+"""One interface for data parallelism over Keras and PyTorch, and proof that the two agree."""
+
+from isobatch.backend import Backend, Options, Replica, Result, Shard, current_replica
+from isobatch.devices import Device
+from isobatch.errors import (
+    BackendError,
+    BatchSizeError,
+    DeviceError,
+    DeviceWarning,
+    IsobatchError,
+    LeafTypeError,
+    ModelError,
+    StructureError,
+)
+from isobatch.parallel import data_parallel, load, virtual_devices
+from isobatch.registry import available_backends, get_backend
+from isobatch.rows import split_sizes
+from isobatch.trees import Broadcast, Rows
+
+__version__ = "0.1.0.dev0"
+
+__all__ = [
+    "Backend",
+    "BackendError",
+    "BatchSizeError",
+    "Broadcast",
+    "Device",
+    "DeviceError",
+    "DeviceWarning",
+    "IsobatchError",
+    "LeafTypeError",
+    "ModelError",
+    "Options",
+    "Replica",
+    "Result",
+    "Rows",
+    "Shard",
+    "StructureError",
+    "available_backends",
+    "current_replica",
+    "data_parallel",
+    "get_backend",
+    "load",
+    "split_sizes",
+    "virtual_devices",
+]

@@ -1,0 +1,204 @@
+"""Join what the replicas returned."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from isobatch.backend import Options, Result
+from isobatch.devices import Device
+from isobatch.errors import LeafTypeError, StructureError
+from isobatch.trees import Broadcast, Path, Rows, children, flatten, path_text, unflatten
+
+if TYPE_CHECKING:
+    from isobatch.backend import Backend
+
+__all__ = ["gather"]
+
+
+def gather(backend: Backend, results: Sequence[Result], device: Device, options: Options) -> Any:
+    """Return one output that looks as if one device had computed it.
+
+    Arrays are joined along the batch axis; 0-d floats are reduced; what is no array must agree and is kept once;
+    containers keep their class. A list that holds one entry for each row of its shard is extended. `Rows` and
+    `Broadcast` in an output say what it is where that cannot be seen.
+
+    Args:
+        backend: Whose arrays these are.
+        results: At least one, in rank order.
+        device: Where the joined arrays lie.
+        options: Batch axis of outputs, and how scalars are reduced.
+
+    Returns:
+        The output, without marks.
+
+    Raises:
+        StructureError: The replicas' outputs differ in structure, or an array has no row for each row of its shard.
+        LeafTypeError: An output is of a kind that cannot be joined, a generator for instance.
+    """
+    if not results:
+        msg = "Expected at least one result to gather, got none."
+        raise ValueError(msg)
+    sizes = [1 if result.shard.rows is None else len(result.shard.rows) for result in results]
+    ranks = [result.shard.rank for result in results]
+    return _Join(backend, ranks, sizes, device, options).join((), [result.output for result in results])
+
+
+@dataclass(frozen=True, slots=True)
+class _Join:
+    backend: Backend
+    ranks: Sequence[int]
+    sizes: Sequence[int]  # rows of each replica
+    device: Device
+    options: Options
+
+    def join(self, path: Path, values: list[Any]) -> Any:
+        """Join one place of all outputs."""
+        first = values[0]
+        for mark, action in ((Broadcast, self.keep), (Rows, self.extend)):
+            if any(isinstance(value, mark) for value in values):
+                self.need(path, values, all(isinstance(value, mark) for value in values), f"{mark.__name__}(...) on every replica")
+                return action(path, [value.value for value in values])
+        shapes = [self.backend.shape(value) for value in values]
+        if any(shape is not None for shape in shapes):
+            return self.arrays(path, values, shapes)
+        if self.is_row_list(values):
+            return self.extend(path, values)
+        levels = [children(value) for value in values]
+        if levels[0] is None:
+            return self.keep(path, values)
+        keys, _, build = levels[0]
+        same = all(type(value) is type(first) for value in values) and all(level and level[0] == keys for level in levels)
+        self.need(path, values, same, f"the same {type(first).__name__} on every replica")
+        rows = zip(*(level[1] for level in levels if level), strict=True)
+        return build([self.join((*path, key), list(row)) for key, row in zip(keys, rows, strict=True)])
+
+    def arrays(self, path: Path, values: list[Any], shapes: list[tuple[int, ...] | None]) -> Any:
+        """Join arrays along the batch axis; reduce 0-d ones."""
+        types = {str(getattr(value, "dtype", None)) for value in values}
+        same = None not in shapes and len({len(shape or ()) for shape in shapes}) == 1 and len(types) == 1
+        self.need(path, values, same, "an array of the same type and number of axes on every replica")
+        if shapes[0] == ():
+            return self.scalar(path, values, next(iter(types)))
+        axis = self.axis(path)
+        known: list[Any] = shapes
+        self.need(path, values, all(-len(shape) <= axis < len(shape) for shape in known), f"a batch axis {axis}")
+        axis %= len(known[0])
+        others = {(*shape[:axis], *shape[axis + 1 :]) for shape in known}
+        self.need(path, values, len(others) == 1, f"equal shapes but for the batch axis {axis}", " " + _PADDING)
+        self.need(path, values, self.has_rows(values, [shape[axis] for shape in known]), "one row for each row given", " " + _MARKS)
+        return self.backend.join(values, axis, self.device)
+
+    def has_rows(self, values: list[Any], lengths: list[int]) -> bool:
+        """Say whether arrays of these lengths are rows to be joined.
+
+        A whole multiple of the rows is fine (outputs flattened over rows and time), unless all replicas gave the same array:
+        that is a table whose length happens to be a multiple.
+        """
+        if len(values) == 1 or lengths == list(self.sizes):
+            return True
+        multiple = lengths[0] // self.sizes[0]
+        if multiple < 1 or lengths != [multiple * size for size in self.sizes]:
+            return False
+        return not all(self.backend.equal(values[0], value) for value in values[1:])
+
+    def scalar(self, path: Path, values: list[Any], dtype: str) -> Any:
+        """Reduce 0-d arrays; integers and booleans have no mean, so they must agree."""
+        how = self.options.scalars
+        if how == "mean" and "float" not in dtype and "complex" not in dtype:
+            return self.keep(path, values, hint=" " + "For counts use scalars='sum'.")
+        return self.backend.reduce(values, self.sizes, how, self.device)
+
+    def is_row_list(self, values: list[Any]) -> bool:
+        """Say whether these lists hold one entry for each row, and cannot be one output each."""
+        if type(values[0]) is not list or any(type(value) is not list for value in values) or len(values) == 1:
+            return False
+        if [len(value) for value in values] != list(self.sizes):
+            return False
+        leaves = [flatten(value, lambda leaf: self.backend.shape(leaf) is not None)[0] for value in values]
+        shapes = [[self.backend.shape(leaf) for leaf in leaf_list] for leaf_list in leaves]
+        if any(shape is not None for shape_list in shapes for shape in shape_list):
+            return not all(
+                shape and shape[0] == size for size, shape_list in zip(self.sizes, shapes, strict=True) for shape in shape_list
+            )
+        self.need((), values, not all(value == values[0] for value in values), "a list whose meaning is clear", " " + _LISTS)
+        return True
+
+    def extend(self, path: Path, values: list[Any]) -> Any:
+        """Put together what has one entry for each row."""
+        if self.backend.shape(values[0]) is not None:
+            return self.backend.join(values, 0, self.device)
+        lengths = [len(value) for value in values]
+        fits = lengths == list(self.sizes) and all(type(value) is type(values[0]) for value in values)
+        self.need(path, values, fits or len(values) == 1, f"sequences of one class with {list(self.sizes)} entries")
+        whole = values[0]
+        for value in values[1:]:
+            whole = whole + value
+        return whole
+
+    def keep(self, path: Path, values: list[Any], hint: str = "") -> Any:
+        """Keep once what all replicas agree on."""
+        flat = [flatten(value, lambda leaf: self.backend.shape(leaf) is not None) for value in values]
+        leaves, spec = flat[0]
+        self.need(path, values, all(other == spec for _, other in flat), "the same structure on every replica", hint)
+        for others in zip(*(leaf_list for leaf_list, _ in flat), strict=True):
+            self.need(path, values, all(self.agree(path, others[0], other) for other in others), "the same value on every replica", hint)
+        return unflatten(spec, [self.place(leaf) for leaf in leaves])
+
+    def agree(self, path: Path, a: Any, b: Any) -> bool:
+        if self.backend.shape(a) is not None:
+            return self.backend.shape(b) is not None and self.backend.equal(a, b)
+        if isinstance(a, Iterator):
+            msg = f"Expected outputs that can be joined, got {a!r} at {path_text(path, 'output')}; return a list or an array."
+            raise LeafTypeError(msg)
+        if a is b:
+            return True
+        if type(a) is not type(b):
+            return False
+        if isinstance(a, float) and a != a:  # noqa: PLR0124 - NaN agrees with NaN
+            return bool(b != b)  # noqa: PLR0124
+        if getattr(type(a), "__eq__", None) is object.__eq__:
+            msg = (
+                f"Expected outputs that can be joined, got different {type(a).__name__} objects at {path_text(path, 'output')}. "
+                "Return arrays, containers or plain values, or a dataclass of them."
+            )
+            raise LeafTypeError(msg)
+        return bool(a == b)
+
+    def place(self, leaf: Any) -> Any:
+        return leaf if self.backend.shape(leaf) is None else self.backend.take(leaf, None, 0, self.device)
+
+    def axis(self, path: Path) -> int:
+        axis = self.options.output_axis
+        return axis if isinstance(axis, int) else axis.get(path[0], 0) if path else 0
+
+    def need(self, path: Path, values: Sequence[Any], holds: bool, expected: str, hint: str = "") -> None:
+        """Raise unless a condition holds, showing what each replica returned."""
+        if holds:
+            return
+        shown = "\n".join(
+            f"  replica {rank} ({size} rows): {self.show(value)}"
+            for rank, size, value in zip(self.ranks, self.sizes, values, strict=True)
+        )
+        msg = f"Expected {expected} at {path_text(path, 'output')}, got\n{shown}{hint and chr(10)}{hint.strip()}"
+        raise StructureError(msg)
+
+    def show(self, value: Any) -> str:
+        shape = self.backend.shape(value)
+        if shape is not None:
+            return f"{type(value).__name__} of shape {shape}, {getattr(value, 'dtype', '')}"
+        text = repr(value)
+        return f"{type(value).__name__}: {text if len(text) <= 80 else text[:77] + '...'}"
+
+
+_MARKS = (
+    "Return isobatch.Broadcast(value) for what has no batch axis, isobatch.Rows(value) for rows whose number differs from the "
+    "input's, or set output_axis=...."
+)
+_PADDING = (
+    "Pad to a length that does not depend on the shard; torch.nn.utils.rnn.pad_packed_sequence takes total_length=... for this."
+)
+_LISTS = (
+    "It may be one entry a row, or one list for all. Return isobatch.Rows(value) or isobatch.Broadcast(value) to say which."
+)
