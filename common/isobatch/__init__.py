@@ -5,6 +5,7 @@ from isobatch.devices import Device
 from isobatch.errors import (
     BackendError,
     BatchSizeError,
+    DataError,
     DeviceError,
     DeviceWarning,
     IsobatchError,
@@ -24,6 +25,7 @@ __all__ = [
     "BackendError",
     "BatchSizeError",
     "Broadcast",
+    "DataError",
     "Device",
     "DeviceError",
     "DeviceWarning",

@@ -6,6 +6,7 @@ Each error is an `IsobatchError` and a builtin, so that `except ValueError` in o
 __all__ = [
     "BackendError",
     "BatchSizeError",
+    "DataError",
     "DeviceError",
     "DeviceWarning",
     "IsobatchError",
@@ -25,6 +26,10 @@ class BackendError(IsobatchError, ImportError):
 
 class BatchSizeError(IsobatchError, ValueError):
     """The arrays of a batch, or the sizes asked for, do not agree on the number of rows."""
+
+
+class DataError(IsobatchError, ValueError):
+    """A file of data is absent, or its arrays are not as described."""
 
 
 class DeviceError(IsobatchError, ValueError):

@@ -1,0 +1,148 @@
+"""The command line: `isobatch parity` and `isobatch devices`.
+
+Exit codes: 0 all agree, 1 a mismatch, 2 wrong use, with one line on standard error that says what was wrong.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import metadata
+from pathlib import Path
+from typing import Annotated
+
+import click
+import typer
+
+from isobatch.errors import IsobatchError
+from isobatch.registry import available_backends, get_backend
+
+__all__ = ["main"]
+
+app = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False)
+
+_INTERRUPTED = 130  # what a shell reports for a process ended by Ctrl-C
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command line.
+
+    Args:
+        arguments: Instead of the process's own.
+
+    Returns:
+        The exit code.
+    """
+    # Before a framework starts: TensorFlow writes its start-up notes from C++, past any logging of Python's.
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+    try:
+        return int(app(arguments, standalone_mode=False) or 0)
+    except click.ClickException as error:
+        return _fail(error.format_message())
+    except (IsobatchError, OSError) as error:
+        return _fail(str(error))
+    except (KeyboardInterrupt, click.Abort):
+        sys.stderr.write("isobatch: interrupted\n")
+        return _INTERRUPTED
+
+
+@app.callback()
+def _root() -> None:
+    """Run one model over several devices, in Keras and in torch, and prove that both give the same numbers."""
+
+
+@app.command()
+def parity(
+    replicas: Annotated[str, typer.Option(help="Numbers of replicas, separated by commas.")] = "1,2,3,4",
+    batch_sizes: Annotated[str, typer.Option(help="Numbers of rows, separated by commas.")] = "64,63,5,3,1",
+    data: Annotated[Path | None, typer.Option(help="A .npz file with images x and classes y, instead of the digits.")] = None,
+    seed: Annotated[int, typer.Option(help="For the split of the data, the first weights and the order of rows.")] = 0,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write everything to this file.")] = None,
+) -> int:
+    """Train a network in Keras over replicas, carry it to torch, and compare both, alone and parallel, on the same rows."""
+    from isobatch.digits import load_digits, load_images
+    from isobatch.parity import run
+    from isobatch.report import print_report, progress_bar
+
+    counts, batches = _numbers(replicas, "--replicas", 1), _numbers(batch_sizes, "--batch-sizes", 0)
+    if not 0 <= seed < 2**32:
+        msg = f"Expected --seed from 0 to 4294967295, got {seed}."
+        raise click.UsageError(msg)
+    if json_file is not None and not json_file.parent.is_dir():
+        msg = f"Expected --json in a folder that exists, got {str(json_file)!r}."
+        raise click.UsageError(msg)
+    images = load_digits(seed) if data is None else load_images(data, seed)
+    if max(batches) > len(images.test):
+        msg = f"Expected --batch-sizes of at most {len(images.test)}, the number of test images, got {max(batches)}."
+        raise click.UsageError(msg)
+    with progress_bar() as progress:
+        with _quiet_start():
+            for name in ("torch", "keras"):  # torch must be loaded before TensorFlow
+                get_backend(name).devices()
+        report = run(images, counts, batches, seed=seed, progress=progress)
+    print_report(report)
+    if json_file is not None:
+        json_file.write_text(json.dumps(report.as_dict(), indent=2) + "\n", encoding="utf-8")
+    return 0 if report.passed else 1
+
+
+@app.command()
+def devices() -> int:
+    """Show what each installed framework sees here."""
+    from isobatch.report import console, devices_table
+
+    names = available_backends()
+    if not names:
+        sys.stdout.write("No framework is installed. Cure: pip install 'isobatch[keras]', 'isobatch[torch]' or 'isobatch[all]'.\n")
+        return 0
+    with _quiet_start():
+        rows = [_describe(name) for name in reversed(names)]  # torch first: it must be loaded before TensorFlow
+    console().print(devices_table(rows))
+    return 0
+
+
+@contextmanager
+def _quiet_start() -> Iterator[None]:
+    """Hold back what is written to the process's standard error while a framework starts; show it if the start fails.
+
+    TensorFlow 2.21 logs from C++ before it has read TF_CPP_MIN_LOG_LEVEL.
+    """
+    sys.stderr.flush()
+    screen = os.dup(2)
+    with tempfile.TemporaryFile() as held:
+        os.dup2(held.fileno(), 2)
+        try:
+            yield
+        except BaseException:
+            held.seek(0)
+            os.write(screen, held.read())
+            raise
+        finally:
+            os.dup2(screen, 2)
+            os.close(screen)
+
+
+def _describe(name: str) -> tuple[str, str, str, str]:
+    found = ", ".join(map(str, get_backend(name).devices()))
+    return name, metadata.version(name), found, f"{os.cpu_count()} cores"
+
+
+def _numbers(text: str, option: str, least: int) -> list[int]:
+    try:
+        numbers = [int(part) for part in text.split(",")]
+    except ValueError:
+        numbers = []
+    if not numbers or min(numbers) < least:
+        msg = f"Expected {option} to be whole numbers of {least} or more, separated by commas, got {text!r}."
+        raise click.UsageError(msg)
+    return numbers
+
+
+def _fail(message: str) -> int:
+    sys.stderr.write(f"isobatch: {' '.join(message.split())}\n")
+    return 2
+

@@ -1,0 +1,115 @@
+"""What the commands show on a terminal."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import groupby
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
+
+from isobatch.parity import Case, Report
+
+__all__ = ["console", "devices_table", "print_report", "progress_bar"]
+
+_PIPE_WIDTH = 132  # a table that is not on a terminal need not wrap
+
+
+def console() -> Console:
+    """Return where to print; wide enough for the tables when it is no terminal."""
+    found = Console()
+    return found if found.is_terminal else Console(width=max(found.width, _PIPE_WIDTH))
+
+
+@contextmanager
+def progress_bar() -> Iterator[Callable[[str, float], None]]:
+    """Show a progress bar while the block runs; give a function that moves it."""
+    columns = (TextColumn("{task.description:<34}"), BarColumn(), TextColumn("{task.percentage:>3.0f} %"), TimeElapsedColumn())
+    # A handle of its own: the process's standard error is held back while TensorFlow starts.
+    with os.fdopen(os.dup(2), "w") as screen, Progress(*columns, console=Console(file=screen), transient=True) as bar:
+        task = bar.add_task("starting the frameworks", total=1.0)
+        yield lambda text, done: bar.update(task, description=text, completed=done)
+
+
+def print_report(report: Report) -> None:
+    """Print a parity report: one table, what was allowed and why, the accuracies, the verdict.
+
+    Args:
+        report: From `isobatch.parity.run`.
+    """
+    out = console()
+    out.print(f"Data: {report.data}; seed {report.seed}.")
+    out.print(_cases_table(report.cases))
+    units = ", ".join(f"{gap:.1e} in {precision}" for precision, gap in report.allowed.items())
+    out.print(
+        f"Gaps are greatest differences of logits, divided by the greatest logit. Allowed: {units}: the rounding of the "
+        f"{report.terms} terms added up on the way through the network, on both sides (2 x {report.terms} x eps)."
+    )
+    accuracy = ", ".join(f"{name} {share:.4f}" for name, share in report.accuracy.items())
+    out.print(f"Test accuracy: {accuracy}.")
+    out.print(f"{' '.join(f'{name} {version}' for name, version in report.versions.items())}; {report.seconds:.0f} s.")
+    for case in report.cases:
+        for precision, checks in case.checks.items():
+            for name, check in checks.items():
+                if not check.passed:
+                    out.print(f"[red]FAIL[/] {case.batch} rows, {case.replicas} replicas, {precision}, {name}: {check}", highlight=False)
+    passed = sum(case.passed for case in report.cases)
+    style, word = ("bold green", "PASS") if report.passed else ("bold red", "FAIL")
+    out.print(f"[{style}]{word}[/] {passed} of {len(report.cases)} cases agree.", highlight=False)
+
+
+def devices_table(rows: Iterable[Sequence[str]]) -> Table:
+    """Return the table of `isobatch devices`.
+
+    Args:
+        rows: Framework, version, devices and threads of each.
+    """
+    table = Table("framework", "version", "devices", "threads", title="What each framework sees here", title_justify="left")
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def _cases_table(cases: Sequence[Case]) -> Table:
+    table = Table(title="Keras and torch, alone and data-parallel, on the same rows", title_justify="left")
+    for heading in ("rows", "replicas", "rows each"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for precision in ("float64", "float32"):
+        table.add_column(f"{precision}\nKeras-torch", justify="right")
+        table.add_column(f"{precision}\nparallel-single", justify="right")
+    table.add_column("float32 rounding\nKeras / torch", justify="right")
+    table.add_column("ms: Keras, parallel\ntorch, parallel", justify="right")
+    table.add_column("verdict")
+    for _, group in groupby(cases, key=lambda case: case.batch):
+        for case in group:
+            table.add_row(*_cells(case))
+        table.add_section()
+    return table
+
+
+def _cells(case: Case) -> list[str | Text]:
+    gaps = []
+    for precision in ("float64", "float32"):
+        checks = case.checks[precision]
+        gaps += [_gap(checks["keras-torch"].scaled), _gap(max(checks["keras"].scaled, checks["torch"].scaled))]
+    return [
+        str(case.batch),
+        str(case.replicas),
+        " ".join(map(str, case.sizes)),
+        *gaps,
+        " / ".join(_gap(case.rounding[name]) for name in ("keras", "torch")),
+        _times(case.milliseconds),
+        Text("PASS", "green") if case.passed else Text("FAIL", "bold red"),
+    ]
+
+
+def _gap(value: float) -> str:
+    return "0" if value == 0 else f"{value:.1e}"
+
+
+def _times(milliseconds: Mapping[str, float]) -> str:
+    return " ".join(f"{milliseconds[name]:.1f}" for name in ("keras", "keras parallel", "torch", "torch parallel"))
