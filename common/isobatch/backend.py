@@ -11,7 +11,18 @@ from typing import Any, ClassVar, Generic, Literal, Protocol, TypeAlias, TypeVar
 from isobatch.devices import Device, DeviceRequest
 from isobatch.rows import Policy, check_policy
 
-__all__ = ["Axis", "Backend", "Options", "Replica", "Result", "Scalars", "Shard", "StatePolicy", "current_replica", "running"]
+__all__ = [
+    "Axis",
+    "Backend",
+    "Options",
+    "Replica",
+    "Result",
+    "Scalars",
+    "Shard",
+    "StatePolicy",
+    "current_replica",
+    "running",
+]
 
 M = TypeVar("M")
 
@@ -88,7 +99,13 @@ class Shard:
     kwargs: dict[str, Any]
 
     def __str__(self) -> str:
-        rows = "all rows" if self.rows is None else f"rows {self.rows.start}..{self.rows.stop - 1}" if self.rows else "no rows"
+        rows = (
+            "all rows"
+            if self.rows is None
+            else f"rows {self.rows.start}..{self.rows.stop - 1}"
+            if self.rows
+            else "no rows"
+        )
         return f"replica {self.rank} on {self.device}, {rows}"
 
 
@@ -160,11 +177,19 @@ class Backend(Protocol):
         """Run on each shard the replica of its rank."""
         ...
 
-    def data_parallel(self, model: Any, devices: DeviceRequest, options: Options, output_device: DeviceRequest) -> Any:
+    def data_parallel(
+        self, model: Any, devices: DeviceRequest, options: Options, output_device: DeviceRequest
+    ) -> Any:
         """Return a model of the same kind that splits each batch between replicas."""
         ...
 
-    def load(self, path: str | PathLike[str], devices: DeviceRequest, options: Options, output_device: DeviceRequest) -> Any:
+    def load(
+        self,
+        path: str | PathLike[str],
+        devices: DeviceRequest,
+        options: Options,
+        output_device: DeviceRequest,
+    ) -> Any:
         """Return the model in a file, parallel again."""
         ...
 

@@ -9,13 +9,12 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
 from typing import Annotated
 
-import click
 import typer
 
 from isobatch.errors import IsobatchError
@@ -23,9 +22,16 @@ from isobatch.registry import available_backends, get_backend
 
 __all__ = ["main"]
 
-app = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False)
+app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+
+# Typer uses the package click or a copy of its own, by its version; this is the class in either.
+_TyperUsageError: type[Exception] = typer.BadParameter.__bases__[0]
 
 _INTERRUPTED = 130  # what a shell reports for a process ended by Ctrl-C
+
+
+class _WrongUseError(Exception):
+    """An option's value makes no sense."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -41,26 +47,32 @@ def main(arguments: list[str] | None = None) -> int:
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     try:
         return int(app(arguments, standalone_mode=False) or 0)
-    except click.ClickException as error:
-        return _fail(error.format_message())
-    except (IsobatchError, OSError) as error:
+    except _TyperUsageError as error:
+        return _fail(error.format_message())  # type: ignore[attr-defined]
+    except (_WrongUseError, IsobatchError, OSError) as error:
         return _fail(str(error))
-    except (KeyboardInterrupt, click.Abort):
+    except (KeyboardInterrupt, typer.Abort):
         sys.stderr.write("isobatch: interrupted\n")
         return _INTERRUPTED
 
 
-@app.callback()
-def _root() -> None:
+@app.callback(invoke_without_command=True)
+def _root(context: typer.Context) -> None:
     """Run one model over several devices, in Keras and in torch, and prove that both give the same numbers."""
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
 
 
 @app.command()
 def parity(
     replicas: Annotated[str, typer.Option(help="Numbers of replicas, separated by commas.")] = "1,2,3,4",
     batch_sizes: Annotated[str, typer.Option(help="Numbers of rows, separated by commas.")] = "64,63,5,3,1",
-    data: Annotated[Path | None, typer.Option(help="A .npz file with images x and classes y, instead of the digits.")] = None,
-    seed: Annotated[int, typer.Option(help="For the split of the data, the first weights and the order of rows.")] = 0,
+    data: Annotated[
+        Path | None, typer.Option(help="A .npz file with images x and classes y, instead of the digits.")
+    ] = None,
+    seed: Annotated[
+        int, typer.Option(help="For the split of the data, the first weights and the order of rows.")
+    ] = 0,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write everything to this file.")] = None,
 ) -> int:
     """Train a network in Keras over replicas, carry it to torch, and compare both, alone and parallel, on the same rows."""
@@ -71,14 +83,14 @@ def parity(
     counts, batches = _numbers(replicas, "--replicas", 1), _numbers(batch_sizes, "--batch-sizes", 0)
     if not 0 <= seed < 2**32:
         msg = f"Expected --seed from 0 to 4294967295, got {seed}."
-        raise click.UsageError(msg)
+        raise _WrongUseError(msg)
     if json_file is not None and not json_file.parent.is_dir():
         msg = f"Expected --json in a folder that exists, got {str(json_file)!r}."
-        raise click.UsageError(msg)
+        raise _WrongUseError(msg)
     images = load_digits(seed) if data is None else load_images(data, seed)
     if max(batches) > len(images.test):
         msg = f"Expected --batch-sizes of at most {len(images.test)}, the number of test images, got {max(batches)}."
-        raise click.UsageError(msg)
+        raise _WrongUseError(msg)
     with progress_bar() as progress:
         with _quiet_start():
             for name in ("torch", "keras"):  # torch must be loaded before TensorFlow
@@ -97,16 +109,20 @@ def devices() -> int:
 
     names = available_backends()
     if not names:
-        sys.stdout.write("No framework is installed. Cure: pip install 'isobatch[keras]', 'isobatch[torch]' or 'isobatch[all]'.\n")
+        sys.stdout.write(
+            "No framework is installed. Cure: pip install 'isobatch[keras]', 'isobatch[torch]' or 'isobatch[all]'.\n"
+        )
         return 0
     with _quiet_start():
-        rows = [_describe(name) for name in reversed(names)]  # torch first: it must be loaded before TensorFlow
+        rows = [
+            _describe(name) for name in reversed(names)
+        ]  # torch first: it must be loaded before TensorFlow
     console().print(devices_table(rows))
     return 0
 
 
 @contextmanager
-def _quiet_start() -> Iterator[None]:
+def _quiet_start() -> Generator[None, None, None]:
     """Hold back what is written to the process's standard error while a framework starts; show it if the start fails.
 
     TensorFlow 2.21 logs from C++ before it has read TF_CPP_MIN_LOG_LEVEL.
@@ -138,11 +154,10 @@ def _numbers(text: str, option: str, least: int) -> list[int]:
         numbers = []
     if not numbers or min(numbers) < least:
         msg = f"Expected {option} to be whole numbers of {least} or more, separated by commas, got {text!r}."
-        raise click.UsageError(msg)
+        raise _WrongUseError(msg)
     return numbers
 
 
 def _fail(message: str) -> int:
     sys.stderr.write(f"isobatch: {' '.join(message.split())}\n")
     return 2
-

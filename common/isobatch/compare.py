@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from isobatch.trees import flatten, path_text
@@ -19,6 +19,7 @@ class Comparison:
 
     Args:
         passed: Nothing differs by more than is allowed.
+        allowed: The greatest `scaled` that passes.
         fault: What failed first: `"structure"`, `"shape"`, `"dtype"`, `"nan"` or `"values"`; empty when it passed.
         path: The leaf that is worst, or where the first fault is.
         index: Where in that leaf the greatest difference is.
@@ -26,20 +27,19 @@ class Comparison:
         scaled: The greatest difference divided by the greatest absolute expected value of its leaf.
         differing: How many elements differ by more than is allowed.
         total: How many elements were compared.
-        allowed: The greatest `scaled` that passes.
         detail: Both values at the place of the fault, or both structures.
     """
 
     passed: bool
-    fault: str
-    path: str
-    index: tuple[int, ...]
-    absolute: float
-    scaled: float
-    differing: int
-    total: int
     allowed: float
-    detail: str
+    fault: str = ""
+    path: str = ""
+    index: tuple[int, ...] = ()
+    absolute: float = 0.0
+    scaled: float = 0.0
+    differing: int = 0
+    total: int = 0
+    detail: str = ""
 
     def __str__(self) -> str:
         if self.passed:
@@ -79,20 +79,16 @@ def compare(actual: Any, expected: Any, allowed: float) -> Comparison:
     theirs, expected_spec = flatten(expected)
     if spec != expected_spec:
         return _fault("structure", "the output", f"{spec}, expected {expected_spec}", allowed)
-    worst: Comparison | None = None
+    worst = Comparison(passed=True, allowed=allowed)
     total = differing = 0
     for path, a, b in zip(spec.paths(), ours, theirs, strict=True):
         leaf = _compare_leaf(np.asarray(a), np.asarray(b), path_text(path) or "the output", allowed)
-        if leaf.fault not in ("", "values"):
+        if leaf.fault not in {"", "values"}:
             return leaf
         total += leaf.total
         differing += leaf.differing
-        worst = leaf if worst is None or leaf.scaled > worst.scaled else worst
-    if worst is None:
-        return Comparison(True, "", "", (), 0.0, 0.0, 0, 0, allowed, "")
-    return Comparison(
-        worst.passed, worst.fault, worst.path, worst.index, worst.absolute, worst.scaled, differing, total, allowed, worst.detail
-    )
+        worst = max(worst, leaf, key=lambda one: one.scaled)
+    return replace(worst, total=total, differing=differing)
 
 
 def _compare_leaf(a: np.ndarray[Any, Any], b: np.ndarray[Any, Any], path: str, allowed: float) -> Comparison:
@@ -107,21 +103,35 @@ def _compare_leaf(a: np.ndarray[Any, Any], b: np.ndarray[Any, Any], path: str, a
     odd = np.argwhere(~((np.isfinite(a) & np.isfinite(b)) | (a == b) | (np.isnan(a) & np.isnan(b))))
     if len(odd):
         index = tuple(int(i) for i in odd[0])
-        return _fault("nan", path, f"{a[index]!r} at {list(index)}, expected {b[index]!r}; {len(odd)} such elements", allowed)
+        return _fault(
+            "nan",
+            path,
+            f"{a[index]!r} at {list(index)}, expected {b[index]!r}; {len(odd)} such elements",
+            allowed,
+        )
     finite = np.isfinite(b)
     gaps = np.abs(np.where(finite, a, 0) - np.where(finite, b, 0))
     if not gaps.size:
-        return Comparison(True, "", path, (), 0.0, 0.0, 0, 0, allowed, "")
+        return Comparison(passed=True, allowed=allowed, path=path)
     scale = float(np.max(np.abs(b), where=finite, initial=0.0)) or 1.0
     index = tuple(int(i) for i in np.unravel_index(int(np.argmax(gaps)), gaps.shape))
-    absolute = float(gaps[index])
-    scaled = absolute / scale
-    passed = scaled <= allowed
-    differing = int(np.count_nonzero(gaps > allowed * scale))
-    detail = f"{a[index]!r}, expected {b[index]!r}"
-    return Comparison(passed, "" if passed else "values", path, index, absolute, scaled, differing, gaps.size, allowed, detail)
+    passed = float(gaps[index]) <= allowed * scale
+    return Comparison(
+        passed=passed,
+        allowed=allowed,
+        fault="" if passed else "values",
+        path=path,
+        index=index,
+        absolute=float(gaps[index]),
+        scaled=float(gaps[index]) / scale,
+        differing=int(np.count_nonzero(gaps > allowed * scale)),
+        total=gaps.size,
+        detail=f"{a[index]!r}, expected {b[index]!r}",
+    )
 
 
 def _fault(fault: str, path: str, detail: str, allowed: float) -> Comparison:
     inf = float("inf")
-    return Comparison(False, fault, path, (), inf, inf, 0, 0, allowed, detail)
+    return Comparison(
+        passed=False, allowed=allowed, fault=fault, path=path, absolute=inf, scaled=inf, detail=detail
+    )

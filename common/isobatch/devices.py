@@ -12,7 +12,9 @@ from isobatch.errors import DeviceError
 __all__ = ["Device", "DeviceRequest", "resolve_devices"]
 
 _ALIASES = {"cuda": "gpu", "hip": "gpu", "rocm": "gpu"}
-_SPELLING = re.compile(r"(?:/job:\w+)?(?:/replica:\d+)?(?:/task:\d+)?/?(?:device:|physical_device:)?([a-z_]+)(?::(\d+))?")
+_SPELLING = re.compile(
+    r"(?:/job:\w+)?(?:/replica:\d+)?(?:/task:\d+)?/?(?:device:|physical_device:)?([a-z_]+)(?::(\d+))?"
+)
 
 
 @dataclass(frozen=True, order=True, slots=True)
@@ -52,7 +54,15 @@ class Device:
         """
         if isinstance(spelling, Device):
             return spelling
-        text = spelling if isinstance(spelling, str) else getattr(spelling, "name", None) or str(spelling)
+        text = spelling
+        if not isinstance(
+            spelling, str
+        ):  # a torch.device has `type` and `index`, TensorFlow's objects have a `name`
+            text = (
+                str(spelling)
+                if hasattr(spelling, "index") and hasattr(spelling, "type")
+                else getattr(spelling, "name", "")
+            )
         match = _SPELLING.fullmatch(str(text).strip().lower())
         if match is None:
             msg = f"Expected a device such as 'cpu:0', 'gpu:1', 'cuda' or '/device:GPU:0', got {spelling!r}."

@@ -102,10 +102,19 @@ def _check(x: np.ndarray[Any, Any], y: np.ndarray[Any, Any], path: str) -> None:
     import numpy as np
 
     faults = [
-        (x.ndim not in (3, 4), f"x of shape (N, height, width) or (N, height, width, channels), got {x.shape}"),
+        (
+            x.ndim not in (3, 4),
+            f"x of shape (N, height, width) or (N, height, width, channels), got {x.shape}",
+        ),
         (x.dtype.kind not in "fiub", f"numbers in x, got {x.dtype}"),
-        (x.ndim in (3, 4) and (min(x.shape) < 1 or min(x.shape[1:3]) < 4), f"images of at least 4x4 pixels in x, got {x.shape}"),
-        (y.dtype.kind not in "iu" or y.shape != x.shape[:1], f"one integer class for each image in y, got {y.dtype} {y.shape}"),
+        (
+            x.ndim in (3, 4) and (min(x.shape) < 1 or min(x.shape[1:3]) < 4),
+            f"images of at least 4x4 pixels in x, got {x.shape}",
+        ),
+        (
+            y.dtype.kind not in "iu" or y.shape != x.shape[:1],
+            f"one integer class for each image in y, got {y.dtype} {y.shape}",
+        ),
         (len(x) < 10, f"at least 10 images, got {len(x) if x.ndim else 0}"),
     ]
     for wrong, expected in faults:

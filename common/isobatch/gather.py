@@ -12,9 +12,19 @@ from isobatch.errors import LeafTypeError, StructureError
 from isobatch.trees import Broadcast, Path, Rows, children, flatten, path_text, unflatten
 
 if TYPE_CHECKING:
+    import optree
+
     from isobatch.backend import Backend
 
 __all__ = ["gather"]
+
+_COUNTS = "For counts use scalars='sum'."
+_LISTS = "It may be one entry a row, or one list for all. Return isobatch.Rows(value) or isobatch.Broadcast(value) to say which."
+_MARKS = (
+    "Return isobatch.Broadcast(value) for what has no batch axis, isobatch.Rows(value) for rows whose number differs from the "
+    "input's, or set output_axis=...."
+)
+_PADDING = "Pad to a length that does not depend on the shard; torch.nn.utils.rnn.pad_packed_sequence takes total_length=... for this."
 
 
 def gather(backend: Backend, results: Sequence[Result], device: Device, options: Options) -> Any:
@@ -57,37 +67,42 @@ class _Join:
         """Join one place of all outputs."""
         first = values[0]
         for mark, action in ((Broadcast, self.keep), (Rows, self.extend)):
-            if any(isinstance(value, mark) for value in values):
-                self.need(path, values, all(isinstance(value, mark) for value in values), f"{mark.__name__}(...) on every replica")
-                return action(path, [value.value for value in values])
+            marked = [value.value for value in values if isinstance(value, mark)]
+            if marked and len(marked) < len(values):
+                raise self.fault(path, values, f"{mark.__name__}(...) on every replica")
+            if marked:
+                return action(path, marked)
         shapes = [self.backend.shape(value) for value in values]
         if any(shape is not None for shape in shapes):
             return self.arrays(path, values, shapes)
-        if self.is_row_list(values):
+        if self.is_row_list(path, values):
             return self.extend(path, values)
         levels = [children(value) for value in values]
         if levels[0] is None:
             return self.keep(path, values)
         keys, _, build = levels[0]
-        same = all(type(value) is type(first) for value in values) and all(level and level[0] == keys for level in levels)
-        self.need(path, values, same, f"the same {type(first).__name__} on every replica")
+        if any(type(value) is not type(first) for value in values) or any(
+            not level or level[0] != keys for level in levels
+        ):
+            raise self.fault(path, values, f"the same {type(first).__name__} on every replica")
         rows = zip(*(level[1] for level in levels if level), strict=True)
         return build([self.join((*path, key), list(row)) for key, row in zip(keys, rows, strict=True)])
 
-    def arrays(self, path: Path, values: list[Any], shapes: list[tuple[int, ...] | None]) -> Any:
+    def arrays(self, path: Path, values: list[Any], shapes: list[Any]) -> Any:
         """Join arrays along the batch axis; reduce 0-d ones."""
         types = {str(getattr(value, "dtype", None)) for value in values}
-        same = None not in shapes and len({len(shape or ()) for shape in shapes}) == 1 and len(types) == 1
-        self.need(path, values, same, "an array of the same type and number of axes on every replica")
+        if None in shapes or len({len(shape) for shape in shapes}) > 1 or len(types) > 1:
+            raise self.fault(path, values, "an array of the same type and number of axes on every replica")
         if shapes[0] == ():
-            return self.scalar(path, values, next(iter(types)))
-        axis = self.axis(path)
-        known: list[Any] = shapes
-        self.need(path, values, all(-len(shape) <= axis < len(shape) for shape in known), f"a batch axis {axis}")
-        axis %= len(known[0])
-        others = {(*shape[:axis], *shape[axis + 1 :]) for shape in known}
-        self.need(path, values, len(others) == 1, f"equal shapes but for the batch axis {axis}", " " + _PADDING)
-        self.need(path, values, self.has_rows(values, [shape[axis] for shape in known]), "one row for each row given", " " + _MARKS)
+            return self.scalar(path, values, types.pop())
+        axis, axes = self.axis(path), len(shapes[0])
+        if not -axes <= axis < axes:
+            raise self.fault(path, values, f"a batch axis {axis}", _MARKS)
+        axis %= axes
+        if len({(*shape[:axis], *shape[axis + 1 :]) for shape in shapes}) > 1:
+            raise self.fault(path, values, f"equal shapes but for the batch axis {axis}", _PADDING)
+        if not self.has_rows(values, [shape[axis] for shape in shapes]):
+            raise self.fault(path, values, "one row for each row given", _MARKS)
         return self.backend.join(values, axis, self.device)
 
     def has_rows(self, values: list[Any], lengths: list[int]) -> bool:
@@ -107,31 +122,39 @@ class _Join:
         """Reduce 0-d arrays; integers and booleans have no mean, so they must agree."""
         how = self.options.scalars
         if how == "mean" and "float" not in dtype and "complex" not in dtype:
-            return self.keep(path, values, hint=" " + "For counts use scalars='sum'.")
+            return self.keep(path, values, _COUNTS)
+        if len(values) == 1 and how != "stack":  # not by a weight: it may have had no rows
+            return self.place(values[0])
         return self.backend.reduce(values, self.sizes, how, self.device)
 
-    def is_row_list(self, values: list[Any]) -> bool:
+    def is_row_list(self, path: Path, values: list[Any]) -> bool:
         """Say whether these lists hold one entry for each row, and cannot be one output each."""
-        if type(values[0]) is not list or any(type(value) is not list for value in values) or len(values) == 1:
+        if len(values) == 1 or any(type(value) is not list for value in values):
             return False
         if [len(value) for value in values] != list(self.sizes):
             return False
-        leaves = [flatten(value, lambda leaf: self.backend.shape(leaf) is not None)[0] for value in values]
-        shapes = [[self.backend.shape(leaf) for leaf in leaf_list] for leaf_list in leaves]
-        if any(shape is not None for shape_list in shapes for shape in shape_list):
-            return not all(
-                shape and shape[0] == size for size, shape_list in zip(self.sizes, shapes, strict=True) for shape in shape_list
-            )
-        self.need((), values, not all(value == values[0] for value in values), "a list whose meaning is clear", " " + _LISTS)
+        leaves = [self.flatten(value)[0] for value in values]
+        arrays = [
+            (size, shape)
+            for size, row in zip(self.sizes, leaves, strict=True)
+            for shape in map(self.backend.shape, row)
+            if shape is not None
+        ]
+        if arrays:
+            return any(not shape or shape[0] != size for size, shape in arrays)
+        if all(value == values[0] for value in values):
+            raise self.fault(path, values, "a list whose meaning is clear", _LISTS)
         return True
 
     def extend(self, path: Path, values: list[Any]) -> Any:
         """Put together what has one entry for each row."""
         if self.backend.shape(values[0]) is not None:
             return self.backend.join(values, 0, self.device)
-        lengths = [len(value) for value in values]
-        fits = lengths == list(self.sizes) and all(type(value) is type(values[0]) for value in values)
-        self.need(path, values, fits or len(values) == 1, f"sequences of one class with {list(self.sizes)} entries")
+        fits = [len(value) for value in values] == list(self.sizes) and len(
+            {type(value) for value in values}
+        ) == 1
+        if not fits and len(values) > 1:
+            raise self.fault(path, values, f"sequences of one class with {list(self.sizes)} entries")
         whole = values[0]
         for value in values[1:]:
             whole = whole + value
@@ -139,12 +162,17 @@ class _Join:
 
     def keep(self, path: Path, values: list[Any], hint: str = "") -> Any:
         """Keep once what all replicas agree on."""
-        flat = [flatten(value, lambda leaf: self.backend.shape(leaf) is not None) for value in values]
+        flat = [self.flatten(value) for value in values]
         leaves, spec = flat[0]
-        self.need(path, values, all(other == spec for _, other in flat), "the same structure on every replica", hint)
-        for others in zip(*(leaf_list for leaf_list, _ in flat), strict=True):
-            self.need(path, values, all(self.agree(path, others[0], other) for other in others), "the same value on every replica", hint)
+        if any(other != spec for _, other in flat):
+            raise self.fault(path, values, "the same structure on every replica", hint)
+        for first, *others in zip(*(row for row, _ in flat), strict=True):
+            if not all(self.agree(path, first, other) for other in others):
+                raise self.fault(path, values, "the same value on every replica", hint)
         return unflatten(spec, [self.place(leaf) for leaf in leaves])
+
+    def flatten(self, value: Any) -> tuple[list[Any], optree.PyTreeSpec]:
+        return flatten(value, lambda leaf: self.backend.shape(leaf) is not None)
 
     def agree(self, path: Path, a: Any, b: Any) -> bool:
         if self.backend.shape(a) is not None:
@@ -173,16 +201,15 @@ class _Join:
         axis = self.options.output_axis
         return axis if isinstance(axis, int) else axis.get(path[0], 0) if path else 0
 
-    def need(self, path: Path, values: Sequence[Any], holds: bool, expected: str, hint: str = "") -> None:
-        """Raise unless a condition holds, showing what each replica returned."""
-        if holds:
-            return
-        shown = "\n".join(
-            f"  replica {rank} ({size} rows): {self.show(value)}"
+    def fault(self, path: Path, values: Sequence[Any], expected: str, hint: str = "") -> StructureError:
+        """Return the error that shows what each replica returned."""
+        shown = "".join(
+            f"\n  replica {rank} ({size} rows): {self.show(value)}"
             for rank, size, value in zip(self.ranks, self.sizes, values, strict=True)
         )
-        msg = f"Expected {expected} at {path_text(path, 'output')}, got\n{shown}{hint and chr(10)}{hint.strip()}"
-        raise StructureError(msg)
+        return StructureError(
+            f"Expected {expected} at {path_text(path, 'output')}, got{shown}" + (hint and f"\n{hint}")
+        )
 
     def show(self, value: Any) -> str:
         shape = self.backend.shape(value)
@@ -190,15 +217,3 @@ class _Join:
             return f"{type(value).__name__} of shape {shape}, {getattr(value, 'dtype', '')}"
         text = repr(value)
         return f"{type(value).__name__}: {text if len(text) <= 80 else text[:77] + '...'}"
-
-
-_MARKS = (
-    "Return isobatch.Broadcast(value) for what has no batch axis, isobatch.Rows(value) for rows whose number differs from the "
-    "input's, or set output_axis=...."
-)
-_PADDING = (
-    "Pad to a length that does not depend on the shard; torch.nn.utils.rnn.pad_packed_sequence takes total_length=... for this."
-)
-_LISTS = (
-    "It may be one entry a row, or one list for all. Return isobatch.Rows(value) or isobatch.Broadcast(value) to say which."
-)

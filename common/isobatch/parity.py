@@ -143,11 +143,14 @@ def run(
         replicas=min(2, max(replicas)),
         epochs=epochs,
         seed=seed,
-        on_epoch=lambda epoch: progress(f"training, epoch {epoch} of {epochs}", _TRAINING_SHARE * epoch / epochs),
+        on_epoch=lambda epoch: progress(
+            f"training, epoch {epoch} of {epochs}", _TRAINING_SHARE * epoch / epochs
+        ),
     )
     networks = {
         precision: {
-            name: references[name].ReferenceNetwork(images.shape, images.classes, precision, weights) for name in FRAMEWORKS
+            name: references[name].ReferenceNetwork(images.shape, images.classes, precision, weights)
+            for name in FRAMEWORKS
         }
         for precision in PRECISIONS
     }
@@ -197,21 +200,30 @@ def compare_networks(
     cases: list[Case] = []
     for batch in batches:
         images = rows[:batch]
-        single = {p: {name: networks[p][name].predict(images.astype(p)) for name in FRAMEWORKS} for p in PRECISIONS}
+        single = {
+            p: {name: networks[p][name].predict(images.astype(p)) for name in FRAMEWORKS} for p in PRECISIONS
+        }
         rounding = {
-            name: compare(single["float32"][name].astype("float64"), single["float64"][name], 1.0).scaled for name in FRAMEWORKS
+            name: compare(single["float32"][name].astype("float64"), single["float64"][name], 1.0).scaled
+            for name in FRAMEWORKS
         }
         times = {name: _milliseconds(networks["float32"][name], images, None) for name in FRAMEWORKS}
         for count in replicas:
             progress(f"{batch} rows over {count} replicas", len(cases) / (len(batches) * len(replicas)))
             checks = {
                 p: _checks(
-                    single[p], {n: networks[p][n].predict(images.astype(p), count) for n in FRAMEWORKS}, allowed[p]
+                    single[p],
+                    {n: networks[p][n].predict(images.astype(p), count) for n in FRAMEWORKS},
+                    allowed[p],
                 )
                 for p in PRECISIONS
             }
-            parallel = {f"{n} parallel": _milliseconds(networks["float32"][n], images, count) for n in FRAMEWORKS}
-            cases.append(Case(count, batch, split_sizes(batch, count), checks, rounding, {**times, **parallel}))
+            parallel = {
+                f"{n} parallel": _milliseconds(networks["float32"][n], images, count) for n in FRAMEWORKS
+            }
+            cases.append(
+                Case(count, batch, split_sizes(batch, count), checks, rounding, {**times, **parallel})
+            )
     progress("done", 1.0)
     return cases, allowed
 
@@ -287,7 +299,11 @@ def _reference(name: str) -> Any:
 
 def _versions() -> dict[str, str]:
     names = [name for name in ("isobatch", "keras", "tensorflow", "torch", "numpy") if _version(name)]
-    return {"python": platform.python_version(), **{name: _version(name) for name in names}, "platform": sys.platform}
+    return {
+        "python": platform.python_version(),
+        **{name: _version(name) for name in names},
+        "platform": sys.platform,
+    }
 
 
 def _version(name: str) -> str:

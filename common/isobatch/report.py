@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import groupby
 
@@ -26,11 +26,19 @@ def console() -> Console:
 
 
 @contextmanager
-def progress_bar() -> Iterator[Callable[[str, float], None]]:
+def progress_bar() -> Generator[Callable[[str, float], None], None, None]:
     """Show a progress bar while the block runs; give a function that moves it."""
-    columns = (TextColumn("{task.description:<34}"), BarColumn(), TextColumn("{task.percentage:>3.0f} %"), TimeElapsedColumn())
+    columns = (
+        TextColumn("{task.description:<34}"),
+        BarColumn(),
+        TextColumn("{task.percentage:>3.0f} %"),
+        TimeElapsedColumn(),
+    )
     # A handle of its own: the process's standard error is held back while TensorFlow starts.
-    with os.fdopen(os.dup(2), "w") as screen, Progress(*columns, console=Console(file=screen), transient=True) as bar:
+    with (
+        os.fdopen(os.dup(2), "w") as screen,
+        Progress(*columns, console=Console(file=screen), transient=True) as bar,
+    ):
         task = bar.add_task("starting the frameworks", total=1.0)
         yield lambda text, done: bar.update(task, description=text, completed=done)
 
@@ -51,12 +59,17 @@ def print_report(report: Report) -> None:
     )
     accuracy = ", ".join(f"{name} {share:.4f}" for name, share in report.accuracy.items())
     out.print(f"Test accuracy: {accuracy}.")
-    out.print(f"{' '.join(f'{name} {version}' for name, version in report.versions.items())}; {report.seconds:.0f} s.")
+    out.print(
+        f"{' '.join(f'{name} {version}' for name, version in report.versions.items())}; {report.seconds:.0f} s."
+    )
     for case in report.cases:
         for precision, checks in case.checks.items():
             for name, check in checks.items():
                 if not check.passed:
-                    out.print(f"[red]FAIL[/] {case.batch} rows, {case.replicas} replicas, {precision}, {name}: {check}", highlight=False)
+                    out.print(
+                        f"[red]FAIL[/] {case.batch} rows, {case.replicas} replicas, {precision}, {name}: {check}",
+                        highlight=False,
+                    )
     passed = sum(case.passed for case in report.cases)
     style, word = ("bold green", "PASS") if report.passed else ("bold red", "FAIL")
     out.print(f"[{style}]{word}[/] {passed} of {len(report.cases)} cases agree.", highlight=False)
@@ -68,7 +81,14 @@ def devices_table(rows: Iterable[Sequence[str]]) -> Table:
     Args:
         rows: Framework, version, devices and threads of each.
     """
-    table = Table("framework", "version", "devices", "threads", title="What each framework sees here", title_justify="left")
+    table = Table(
+        "framework",
+        "version",
+        "devices",
+        "threads",
+        title="What each framework sees here",
+        title_justify="left",
+    )
     for row in rows:
         table.add_row(*row)
     return table
@@ -95,7 +115,10 @@ def _cells(case: Case) -> list[str | Text]:
     gaps = []
     for precision in ("float64", "float32"):
         checks = case.checks[precision]
-        gaps += [_gap(checks["keras-torch"].scaled), _gap(max(checks["keras"].scaled, checks["torch"].scaled))]
+        gaps += [
+            _gap(checks["keras-torch"].scaled),
+            _gap(max(checks["keras"].scaled, checks["torch"].scaled)),
+        ]
     return [
         str(case.batch),
         str(case.replicas),
@@ -112,4 +135,6 @@ def _gap(value: float) -> str:
 
 
 def _times(milliseconds: Mapping[str, float]) -> str:
-    return " ".join(f"{milliseconds[name]:.1f}" for name in ("keras", "keras parallel", "torch", "torch parallel"))
+    return " ".join(
+        f"{milliseconds[name]:.1f}" for name in ("keras", "keras parallel", "torch", "torch parallel")
+    )

@@ -102,7 +102,11 @@ def _part(backend: Backend, leaf: Any, path: Path, options: Options, names: Sequ
     words = _words(path, names)
     if not shape or not words.isdisjoint(options.broadcast):
         return _Part(leaf, shape)
-    axis = options.axis if isinstance(options.axis, int) else next((options.axis[w] for w in words if w in options.axis), 0)
+    axis = (
+        options.axis
+        if isinstance(options.axis, int)
+        else next((options.axis[w] for w in words if w in options.axis), 0)
+    )
     if not -len(shape) <= axis < len(shape):
         return _Part(leaf, shape, fault=f"no axis {axis}")
     return _Part(leaf, shape, axis % len(shape), shape[axis])
@@ -113,7 +117,11 @@ def _words(path: Path, names: Sequence[str]) -> set[Any]:
     if not path:
         return set()
     argument = path[1]
-    words = {argument, *path[2:3]} if isinstance(argument, str) else {argument, *(p for p in path[2:3] if isinstance(p, str))}
+    words = (
+        {argument, *path[2:3]}
+        if isinstance(argument, str)
+        else {argument, *(p for p in path[2:3] if isinstance(p, str))}
+    )
     return words | {names[argument]} if isinstance(argument, int) and argument < len(names) else words
 
 

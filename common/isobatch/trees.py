@@ -177,7 +177,7 @@ def _is_container(leaf: Any) -> bool:
     return isinstance(leaf, list | tuple)
 
 
-def _register(cls: type) -> None:
+def _register(cls: Any) -> None:
     """Teach optree a class it has no rule for."""
     import optree
 
@@ -194,7 +194,9 @@ def _register(cls: type) -> None:
 
 
 def _take_fields(container: Any) -> tuple[list[Any], _Original, Path]:
-    names = tuple(_Field(field.name) for field in dataclasses.fields(container) if hasattr(container, field.name))
+    names = tuple(
+        _Field(field.name) for field in dataclasses.fields(container) if hasattr(container, field.name)
+    )
     return [getattr(container, name) for name in names], _Original(container, names), names
 
 

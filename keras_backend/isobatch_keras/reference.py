@@ -31,7 +31,9 @@ def digits_network(shape: tuple[int, int, int], classes: int, precision: str = "
     layers = keras.layers
     image = x = keras.Input(shape, dtype=precision, name="image")
     for number, filters in ((1, 16), (2, 32)):
-        x = layers.Conv2D(filters, 3, padding="same", use_bias=False, dtype=precision, name=f"conv{number}")(x)
+        x = layers.Conv2D(filters, 3, padding="same", use_bias=False, dtype=precision, name=f"conv{number}")(
+            x
+        )
         x = layers.BatchNormalization(dtype=precision, name=f"norm{number}")(x)
         x = layers.ReLU(dtype=precision, name=f"relu{number}")(x)
         x = layers.MaxPooling2D(2, dtype=precision, name=f"pool{number}")(x)
@@ -59,8 +61,10 @@ def train(
     model = digits_network(images.shape, images.classes)
     parallel = data_parallel(model, [f"cpu:{rank}" for rank in range(replicas)])
     parallel.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True), ["accuracy"])
-    report = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: on_epoch(epoch + 1))
-    parallel.fit(images.train, images.train_labels, batch_size=64, epochs=epochs, verbose=0, callbacks=[report])
+    report = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, _logs: on_epoch(epoch + 1))
+    parallel.fit(
+        images.train, images.train_labels, batch_size=64, epochs=epochs, verbose=0, callbacks=[report]
+    )
     return {
         f"{layer.name}.{variable.name}": keras.ops.convert_to_numpy(variable)
         for layer in model.layers

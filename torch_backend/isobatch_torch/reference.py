@@ -61,7 +61,9 @@ class DigitsNetwork(nn.Module):
             state[f"{norm}.running_mean"] = weights[f"{norm}.moving_mean"]
             state[f"{norm}.running_var"] = weights[f"{norm}.moving_variance"]
         tensors = {name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in state.items()}
-        counters = {name: value for name, value in self.state_dict().items() if name.endswith("num_batches_tracked")}
+        counters = {
+            name: value for name, value in self.state_dict().items() if name.endswith("num_batches_tracked")
+        }
         self.load_state_dict({**tensors, **counters})
 
 
