@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from os import PathLike
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from zipfile import BadZipFile
 
 from isobatch.errors import BackendError, DataError
 
@@ -85,9 +87,9 @@ def load_images(path: str | PathLike[str], seed: int = 0) -> Images:
     import numpy as np
 
     try:
-        with np.load(path, allow_pickle=False) as archive:
+        with Path(path).open("rb") as file, np.load(file, allow_pickle=False) as archive:
             arrays = {name: archive[name] for name in ("x", "y") if name in archive}
-    except (OSError, ValueError, EOFError, AttributeError, KeyError, TypeError) as error:
+    except (OSError, ValueError, EOFError, AttributeError, TypeError, BadZipFile) as error:
         msg = f"Expected a NumPy archive (.npz) with arrays x and y, cannot read {str(path)!r}: {error}"
         raise DataError(msg) from error
     x, y = arrays.get("x"), arrays.get("y")
@@ -115,7 +117,7 @@ def _check(x: np.ndarray[Any, Any], y: np.ndarray[Any, Any], path: str) -> None:
             y.dtype.kind not in "iu" or y.shape != x.shape[:1],
             f"one integer class for each image in y, got {y.dtype} {y.shape}",
         ),
-        (len(x) < 10, f"at least 10 images, got {len(x) if x.ndim else 0}"),
+        ((x.shape or (0,))[0] < 10, f"at least 10 images, got {(x.shape or (0,))[0]}"),
     ]
     for wrong, expected in faults:
         if wrong:

@@ -177,10 +177,11 @@ def _is_container(leaf: Any) -> bool:
     return isinstance(leaf, list | tuple)
 
 
-def _register(cls: Any) -> None:
+def _register(cls: type) -> None:
     """Teach optree a class it has no rule for."""
     import optree
 
+    node: Any = cls
     take: Any
     build: Any
     if dataclasses.is_dataclass(cls):
@@ -190,7 +191,7 @@ def _register(cls: Any) -> None:
     else:
         take, build = _take_elements, _build_sequence
     with contextlib.suppress(ValueError):  # another thread was first
-        optree.register_pytree_node(cls, take, build, namespace=_NAMESPACE)
+        optree.register_pytree_node(node, take, build, namespace=_NAMESPACE)
 
 
 def _take_fields(container: Any) -> tuple[list[Any], _Original, Path]:
