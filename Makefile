@@ -15,10 +15,10 @@ parity: .venv/.stamp ## Show that the two frameworks agree; ARGS="..." goes to `
 	@$(BIN)/isobatch parity $(ARGS)
 
 test: .venv/.stamp ## Run all tests and docstring examples; ARGS="..." goes to pytest
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest --backends keras,torch $(ARGS)
 
 test-fast: .venv/.stamp ## Leave out the slow tests
-	$(BIN)/python -m pytest -m "not slow" $(ARGS)
+	$(BIN)/python -m pytest --backends keras,torch -m "not slow" $(ARGS)
 
 check: .venv/.stamp ## Lint, formatting and types
 	$(BIN)/ruff check .
