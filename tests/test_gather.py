@@ -38,7 +38,10 @@ def test_containers_keep_their_type():
         logits: object
         extra: object = None
 
-    Point = NamedTuple("Point", [("x", object), ("y", object)])
+    class Point(NamedTuple):
+        x: object
+        y: object
+
     for wrap, unwrap in (
         (lambda v: [v], lambda o: o[0]),
         (lambda v: (v, None), lambda o: o[0]),

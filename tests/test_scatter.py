@@ -111,7 +111,10 @@ def test_explicit_sizes_and_weights():
 
 
 def test_containers_keep_their_type_inside_a_shard():
-    Point = NamedTuple("Point", [("x", object), ("y", object)])
+    class Point(NamedTuple):
+        x: object
+        y: object
+
     tree = collections.OrderedDict(p=Point(X, [X]), n=None)
     shard = scatter(tree)[3]
     assert type(shard.args[0]) is collections.OrderedDict
