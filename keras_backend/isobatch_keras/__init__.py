@@ -1,0 +1,10 @@
+"""Data parallelism for Keras 3: `keras.utils.multi_gpu_model`, rebuilt."""
+
+from isobatch_keras.backend import BACKEND
+from isobatch_keras.devices import stand_in, virtual_devices
+from isobatch_keras.multi_gpu import multi_gpu_model
+from isobatch_keras.wrapper import Parallel
+
+__all__ = ["BACKEND", "Parallel", "multi_gpu_model", "virtual_devices"]
+
+stand_in()

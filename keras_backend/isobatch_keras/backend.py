@@ -1,0 +1,75 @@
+"""The Keras backend: what Keras itself must do for the shared interface."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from os import PathLike
+from typing import Any, ClassVar
+
+import keras
+
+from isobatch.backend import Backend, Options, Replica, Result, Scalars, Shard
+from isobatch.devices import Device, DeviceRequest
+from isobatch_keras import arrays
+from isobatch_keras.devices import resolve, scope, visible_devices
+from isobatch_keras.gathering import Joining
+from isobatch_keras.replica import run
+from isobatch_keras.state import Outcome, settle
+from isobatch_keras.template import norms_of
+from isobatch_keras.wrapper import parallelize
+
+__all__ = ["BACKEND", "KerasBackend"]
+
+
+class KerasBackend(Backend):
+    """Data parallelism for `keras.Model`."""
+
+    name: ClassVar[str] = "keras"
+
+    def devices(self) -> tuple[Device, ...]:
+        return visible_devices()
+
+    def shape(self, value: Any) -> tuple[int, ...] | None:
+        return arrays.shape(value)
+
+    def take(self, array: Any, rows: slice | None, axis: int, device: Device) -> Any:
+        with scope(device):
+            tensor = keras.ops.convert_to_tensor(array)
+            return tensor if rows is None else arrays.take(tensor, rows.start, rows.stop, axis)
+
+    def join(self, arrays: Sequence[Any], axis: int, device: Device) -> Any:
+        return Joining([1] * len(arrays)).join(arrays, axis, device)
+
+    def reduce(self, arrays: Sequence[Any], weights: Sequence[int], how: Scalars, device: Device) -> Any:
+        return Joining(weights).reduce(arrays, weights, how, device)
+
+    def equal(self, a: Any, b: Any) -> bool:
+        return Joining([]).equal(a, b)
+
+    def replicate(self, model: keras.Model, devices: Sequence[Device]) -> list[Replica[keras.Model]]:
+        return [Replica(rank, device, model) for rank, device in enumerate(devices)]
+
+    def parallel_apply(self, replicas: Sequence[Replica[Any]], shards: Sequence[Shard]) -> list[Result]:
+        outcomes: list[Outcome] = []
+        for shard in shards:
+            module = replicas[shard.rank].module
+            size = 1 if shard.rows is None else len(shard.rows)
+            outcomes.append(run(module, shard, size, outcomes[-1] if outcomes else None, "merge"))
+        if outcomes:
+            settle(outcomes, "merge", norms_of(replicas[0].module))
+        return [Result(outcome.shard, outcome.output) for outcome in outcomes]
+
+    def data_parallel(
+        self, model: keras.Model, devices: DeviceRequest, options: Options, output_device: DeviceRequest
+    ) -> keras.Model:
+        places = resolve(devices)
+        output = Device("cpu", 0) if output_device is None else resolve(output_device)[0]
+        return parallelize(model, places, options, output)
+
+    def load(
+        self, path: str | PathLike[str], devices: DeviceRequest, options: Options, output_device: DeviceRequest
+    ) -> keras.Model:
+        return self.data_parallel(keras.saving.load_model(path), devices, options, output_device)
+
+
+BACKEND = KerasBackend()

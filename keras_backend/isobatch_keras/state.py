@@ -1,0 +1,158 @@
+"""Running state: what a model updates in the forward pass, captured in each replica and settled once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import keras
+
+from isobatch.backend import Shard, StatePolicy
+from isobatch.errors import ModelError
+from isobatch_keras.arrays import is_traced, reduce
+
+__all__ = ["Outcome", "Recording", "carry", "settle"]
+
+Update = tuple[keras.Variable, Any]
+
+
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class Outcome:
+    """What a replica left behind.
+
+    Args:
+        shard: What it was called with.
+        size: Its rows: an integer, or a 0-d tensor in a traced graph, where it may turn out to be 0.
+        output: What the template returned.
+        masks: The masks the output's leaves carry, in the same container; `None` where there is none at all.
+        losses: What layers added with `add_loss`, activity regularisers included.
+        updates: Variables and their new values, in the order they were assigned.
+        carried: Values the next replica starts from instead of the template's, by the variable's `id`.
+        ran: Whether the template was called at all.
+    """
+
+    shard: Shard
+    size: Any
+    output: Any = None
+    masks: Any = None
+    losses: Sequence[Any] = ()
+    updates: Sequence[Update] = ()
+    carried: Mapping[int, Update] = field(default_factory=dict)
+    ran: bool = True
+
+    def __repr__(self) -> str:
+        return f"Outcome({self.shard})"
+
+    def values(self, variable: keras.Variable) -> list[Any]:
+        """Return the values a variable was given, in order."""
+        return [value for updated, value in self.updates if updated is variable]
+
+
+class Recording(keras.StatelessScope):
+    """A scope that keeps every assignment from happening, remembers it, and lets the code inside see it.
+
+    Args:
+        start: Values to start from where they are not the variables' own.
+    """
+
+    def __init__(self, start: Mapping[int, Update]) -> None:
+        super().__init__(collect_losses=True, initialize_variables=False)
+        self.state_mapping.update({key: value for key, (_, value) in start.items()})
+        self.updates: list[Update] = []
+
+    def add_update(self, update: Update) -> None:
+        self.updates.append(update)
+        super().add_update(update)
+
+    def get_current_value(self, variable: keras.Variable) -> Any:
+        value = super().get_current_value(variable)
+        if value is None and self.original_scope is not None:
+            return self.original_scope.get_current_value(variable)
+        return value
+
+
+def carry(previous: Mapping[int, Update], updates: Sequence[Update], size: Any, policy: StatePolicy) -> dict[int, Update]:
+    """Return what the next replica starts from.
+
+    Seeds go from replica to replica, or all would draw the same masks; with `"sequential"` everything does.
+
+    Args:
+        previous: What this replica started from.
+        updates: What it assigned.
+        size: Its rows; a replica without rows passes on what it got.
+        policy: What becomes of running state.
+    """
+    carried = dict(previous)
+    for variable, value in updates:
+        if policy == "sequential" or _is_seed(variable):
+            _, start = previous.get(id(variable), (variable, variable.value))
+            carried[id(variable)] = (variable, _select(size, value, start))
+    return carried
+
+
+def settle(outcomes: Sequence[Outcome], policy: StatePolicy, norms: Mapping[int, keras.layers.BatchNormalization]) -> None:
+    """Assign to each variable that a replica updated what the policy makes of all updates.
+
+    Args:
+        outcomes: Of the replicas that ran, in rank order.
+        policy: `"merge"`, `"first"` or `"sequential"`.
+        norms: As `isobatch_keras.template.norms_of` gives them.
+    """
+    touched = {id(variable): variable for outcome in outcomes for variable, _ in outcome.updates}
+    settled = [(variable, _settled(variable, outcomes, policy, norms)) for variable in touched.values()]
+    for variable, value in settled:
+        variable.assign(value)
+
+
+def _settled(
+    variable: keras.Variable,
+    outcomes: Sequence[Outcome],
+    policy: StatePolicy,
+    norms: Mapping[int, keras.layers.BatchNormalization],
+) -> Any:
+    if policy == "sequential" or _is_seed(variable):
+        return next(o.carried[id(variable)][1] for o in reversed(outcomes) if id(variable) in o.carried)
+    start = variable.value
+    if policy == "first" or not keras.backend.is_float_dtype(variable.dtype):
+        value = start
+        for outcome in reversed(outcomes):
+            value = _select(outcome.size, (outcome.values(variable) or [start])[-1], value)
+        return value
+    sizes = [outcome.size for outcome in outcomes]
+    merged = reduce([(outcome.values(variable) or [start])[-1] for outcome in outcomes], sizes, "mean")
+    if id(variable) in norms:
+        merged += _between(norms[id(variable)], outcomes, sizes)
+    return _select(sum(sizes), merged, start)
+
+
+def _between(layer: keras.layers.BatchNormalization, outcomes: Sequence[Outcome], sizes: Sequence[Any]) -> Any:
+    """Return what the mean of the shards' variances lacks: the variance between the shards' means, call by call.
+
+    An update of the moving mean is `momentum * previous + (1 - momentum) * mean`, so the shard's mean can be read off it.
+    """
+    momentum = layer.momentum
+    updates = [outcome.values(layer.moving_mean) for outcome in outcomes]
+    if len({len(values) for values in updates}) != 1:
+        msg = (
+            f"Expected every replica to call {layer.name!r} as often, got {[len(values) for values in updates]} calls. "
+            "Use state='first' or 'sequential' for a model whose calls depend on the rows."
+        )
+        raise ModelError(msg)
+    lacking = keras.ops.zeros_like(layer.moving_variance.value)
+    previous = [layer.moving_mean.value] * len(outcomes)
+    for values in zip(*updates, strict=True) if momentum != 1 else ():
+        means = [value - momentum * before for value, before in zip(values, previous, strict=True)]
+        centre = reduce(means, sizes, "mean")
+        spread = reduce([keras.ops.square(mean - centre) for mean in means], sizes, "mean")
+        lacking = momentum * lacking + spread / (1 - momentum)
+        previous = list(values)
+    return lacking
+
+
+def _is_seed(variable: keras.Variable) -> bool:
+    return variable.name == "seed_generator_state"
+
+
+def _select(size: Any, value: Any, otherwise: Any) -> Any:
+    return keras.ops.where(size > 0, value, otherwise) if is_traced(size) else value
