@@ -49,3 +49,14 @@ def backend(request):
     from kits import kit
 
     return kit(request.param)
+
+
+@pytest.fixture
+def both(request):
+    """The kits of both frameworks, for tests that hold one against the other."""
+    from kits import kit
+
+    missing = [name for name in NAMES if name not in request.config.isobatch_backends]
+    if missing:
+        pytest.skip(f"needs both frameworks; not tested here: {', '.join(missing)}")
+    return [kit(name) for name in NAMES]

@@ -69,6 +69,10 @@ class Kit(ABC):
     def state(self, model):
         """Mean and variance of the network's BatchNorm."""
 
+    @abstractmethod
+    def dropout(self, seed, replicas, x):
+        """The output on `x`, in training, of a fresh Dropout(0.5) whose random numbers come from the seed; `None`: not parallel."""
+
     def parallel(self, model, replicas, **options):
         return data_parallel(model, [f"cpu:{rank}" for rank in range(replicas)], **options)
 
@@ -157,6 +161,15 @@ class KerasKit(Kit):
     def state(self, model):
         layer = model.get_layer("norm")
         return layer.moving_mean.numpy(), layer.moving_variance.numpy()
+
+    def dropout(self, seed, replicas, x):
+        import keras
+
+        keras.utils.set_random_seed(seed)
+        inputs = keras.Input(x.shape[1:], dtype="float64")
+        model = keras.Model(inputs, keras.layers.Dropout(0.5, dtype="float64")(inputs))
+        model = model if replicas is None else self.parallel(model, replicas)
+        return self.numpy(model(self.array(x), training=True))
 
 
 class TorchKit(Kit):
@@ -259,7 +272,15 @@ class TorchKit(Kit):
         return found
 
     def state(self, model):
-        return model.norm.running_mean.numpy(), model.norm.running_var.numpy()
+        return model.norm.running_mean.numpy().copy(), model.norm.running_var.numpy().copy()
+
+    def dropout(self, seed, replicas, x):
+        import torch
+
+        torch.manual_seed(seed)
+        model = torch.nn.Dropout(0.5)
+        model = model if replicas is None else self.parallel(model, replicas)
+        return self.numpy(model(self.array(x)))
 
 
 @functools.cache

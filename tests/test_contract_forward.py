@@ -232,10 +232,8 @@ def test_what_is_no_model_is_refused(thing):
         data_parallel(thing)
 
 
-def test_both_frameworks_give_the_same_numbers():
-    from kits import kit
-
-    keras, torch = kit("keras"), kit("torch")
+def test_both_frameworks_give_the_same_numbers(both):
+    keras, torch = both
     x = numbers(7, 4)
     for options in ({}, {"norm": True}):
         ours, theirs = keras.mlp(**options), torch.mlp(**options)
