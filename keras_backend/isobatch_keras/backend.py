@@ -16,7 +16,8 @@ from isobatch_keras.gathering import Joining
 from isobatch_keras.replica import run
 from isobatch_keras.state import Outcome, settle
 from isobatch_keras.template import norms_of
-from isobatch_keras.wrapper import parallelize
+from isobatch_keras.mirror import adopt_compilation
+from isobatch_keras.parallel import parallelize
 
 __all__ = ["BACKEND", "KerasBackend"]
 
@@ -69,7 +70,10 @@ class KerasBackend(Backend):
     def load(
         self, path: str | PathLike[str], devices: DeviceRequest, options: Options, output_device: DeviceRequest
     ) -> keras.Model:
-        return self.data_parallel(keras.saving.load_model(path), devices, options, output_device)
+        model = keras.saving.load_model(path)
+        parallel = self.data_parallel(model, devices, options, output_device)
+        adopt_compilation(parallel, model)
+        return parallel
 
 
 BACKEND = KerasBackend()

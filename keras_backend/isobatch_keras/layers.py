@@ -10,7 +10,7 @@ import keras
 
 from isobatch.backend import Options, Shard
 from isobatch.devices import Device
-from isobatch.errors import BatchSizeError
+from isobatch.errors import BatchSizeError, ModelError
 from isobatch.rows import Policy, row_stop
 from isobatch.trees import Broadcast
 from isobatch_keras.arrays import is_traced, length, take
@@ -154,6 +154,20 @@ class Replica(keras.layers.Layer):
 
     def _idle(self, rows: int, previous: Outcome | None) -> Outcome:
         return idle(Shard(self.rank, self.device, range(0), rows, (), {}), previous)
+
+    def get_config(self) -> dict[str, Any]:
+        """Refuse to be cloned: a replica belongs to its model.
+
+        Raises:
+            ModelError: Always.
+        """
+        msg = "Expected keras.models.clone_model to get a template, got a parallel model; write clone_model(parallel.template)."
+        raise ModelError(msg)
+
+    @property
+    def metrics(self) -> list[keras.Metric]:
+        """None of its own: Keras finds those of the template's layers itself, and those of its `compile` are not the wrapper's."""
+        return []
 
     def compute_output_spec(self, *_args: Any, **_kwargs: Any) -> keras.KerasTensor:
         """Show the shape of the template's first output."""

@@ -11,7 +11,7 @@ from isobatch.backend import Options
 from isobatch.devices import Device
 from isobatch.errors import DeviceError
 from isobatch_keras.devices import resolve, visible_devices
-from isobatch_keras.wrapper import parallelize
+from isobatch_keras.parallel import parallelize
 
 __all__ = ["multi_gpu_model"]
 

@@ -1,0 +1,126 @@
+"""What makes a parallel model look like its template to everything that reads, changes or saves a model."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import keras
+
+from isobatch.backend import Options
+from isobatch.devices import Device
+
+__all__ = ["Mirror", "Setup", "adopt_compilation"]
+
+if TYPE_CHECKING:
+    _Base = keras.Model
+else:
+    _Base = object
+
+
+class Setup(NamedTuple):
+    """What a parallel model was made from."""
+
+    template: keras.Model
+    devices: tuple[Device, ...]
+    options: Options
+    output_device: Device
+
+
+class Mirror(_Base):
+    """A `keras.Model` that is the template to whoever asks for its class, layers or configuration.
+
+    Keras saves a model by its class, configuration and layers. As those are the template's, every way of saving (`save`,
+    `save_weights`, `ModelCheckpoint`, `keras.saving.save_model`) writes the file that the template would have written, with
+    the compile settings and the optimizer of the parallel model, and every way of loading weights reads the template's files.
+    """
+
+    def mirror(self, template: keras.Model, *rest: Any) -> None:
+        """Start to look like a template.
+
+        Args:
+            template: The model.
+            rest: The other fields of a `Setup`.
+        """
+        self.dtype_policy = template.dtype_policy
+        self.supports_jit = False
+        # A named tuple behind Keras's back: as a tracked attribute the template would be saved a second time.
+        self.__dict__["__setup"] = Setup(template, *rest)
+
+    @property
+    def template(self) -> keras.Model:
+        """The model that was made parallel; it owns the weights."""
+        return self._mirrored.template
+
+    @property
+    def devices(self) -> tuple[Device, ...]:
+        """Where the replicas run, in rank order."""
+        return self._mirrored.devices
+
+    @property
+    def layers(self) -> list[keras.layers.Layer]:
+        """The template's layers."""
+        setup = self.__dict__.get("__setup")
+        return super().layers if setup is None else setup.template.layers
+
+    @property
+    def __class__(self) -> type:
+        setup = self.__dict__.get("__setup")
+        return type(self) if setup is None else type(setup.template)
+
+    def __getattr__(self, name: str) -> Any:
+        setup = self.__dict__.get("__setup")
+        if setup is None or name.startswith("_"):
+            msg = f"{type(self).__name__!r} object has no attribute {name!r}"
+            raise AttributeError(msg)
+        return getattr(setup.template, name)
+
+    def __dir__(self) -> list[str]:
+        # Keras saves what is found here: not the graph of replicas, and the template not twice.
+        return sorted({*super().__dir__(), *dir(self.template)} - {"_operations_by_depth", "template"})
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} of {self.template!r} on {', '.join(map(str, self.devices))}>"
+
+    def get_config(self) -> dict[str, Any]:
+        """Return the template's configuration."""
+        return self.template.get_config()
+
+    def get_build_config(self) -> dict[str, Any] | None:
+        """Return the template's build configuration."""
+        return self.template.get_build_config()
+
+    def export(self, *args: Any, **kwargs: Any) -> Any:
+        """Export the template, which computes the same on one device; takes what `keras.Model.export` takes."""
+        return self.template.export(*args, **kwargs)
+
+    def _obj_type(self) -> str:
+        return self.template._obj_type()  # noqa: SLF001 - how Keras tells what to save
+
+    @property
+    def _mirrored(self) -> Setup:
+        setup: Setup = self.__dict__["__setup"]
+        return setup
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        unpickle, arguments = super().__reduce__()
+        return _restore, (unpickle, arguments, type(self), self._mirrored[1:])
+
+
+def adopt_compilation(parallel: keras.Model, model: keras.Model) -> None:
+    """Compile a parallel model as another one is compiled, and let it go on with its optimizer.
+
+    Args:
+        parallel: What to compile.
+        model: A model with the same weights, compiled or not.
+    """
+    config = keras.saving.deserialize_keras_object(model.get_compile_config())
+    if config:
+        parallel.compile(**{**config, "optimizer": model.optimizer, "jit_compile": "auto"})
+
+
+def _restore(unpickle: Any, arguments: tuple[Any, ...], cls: type, rest: tuple[Any, ...]) -> Any:
+    """Build a pickled parallel model again."""
+    model = unpickle(*arguments)
+    parallel = cls(model, *rest)
+    adopt_compilation(parallel, model)
+    return parallel

@@ -1,0 +1,32 @@
+"""Make a model parallel, whatever kind of Keras model it is."""
+
+from __future__ import annotations
+
+import keras
+
+from isobatch.backend import Options
+from isobatch.devices import Device
+from isobatch_keras.template import check
+from isobatch_keras.wrapper import Parallel
+
+__all__ = ["parallelize"]
+
+
+def parallelize(
+    model: keras.Model, devices: tuple[Device, ...], options: Options, output_device: Device
+) -> keras.Model:
+    """Return a model that runs one replica of another on each device.
+
+    Args:
+        model: The template.
+        devices: One for each replica.
+        options: How to split, join and keep state.
+        output_device: Where outputs are joined.
+
+    Raises:
+        ModelError: The model cannot be made parallel.
+        ValueError: An option is unknown or does not fit the number of devices.
+    """
+    options.check(len(devices))
+    check(model, options)
+    return Parallel(model, devices, options, output_device)
