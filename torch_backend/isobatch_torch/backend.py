@@ -1,0 +1,79 @@
+"""The torch backend: what `isobatch` asks of torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from os import PathLike
+from typing import ClassVar
+
+import torch
+from torch import nn
+
+from isobatch.backend import Backend, Options, Replica, Result, Shard
+from isobatch.devices import Device, DeviceRequest
+from isobatch_torch import arrays
+from isobatch_torch.accelerators import visible
+from isobatch_torch.engine import Engine, bound_call, check_outcomes
+from isobatch_torch.workers import ThreadState, is_confined, run_all, run_here
+
+__all__ = ["BACKEND", "TorchBackend"]
+
+
+class TorchBackend(Backend):
+    """Data parallelism for `torch.nn.Module`s."""
+
+    name: ClassVar[str] = "torch"
+    shape = staticmethod(arrays.shape)
+    take = staticmethod(arrays.take)
+    join = staticmethod(arrays.join)
+    reduce = staticmethod(arrays.reduce)
+    equal = staticmethod(arrays.equal)
+
+    def devices(self) -> tuple[Device, ...]:
+        """Return the devices that torch sees, accelerators first."""
+        return visible()
+
+    def replicate(self, model: nn.Module, devices: Sequence[Device]) -> list[Replica[nn.Module]]:
+        """Return the module as run on each device: modules of their own that share its weights."""
+        return Engine(model, devices).replicate()
+
+    def parallel_apply(self, replicas: Sequence[Replica[nn.Module]], shards: Sequence[Shard]) -> list[Result]:
+        """Run on each shard the replica of its rank.
+
+        Replicas that record gradients or update running state run one after another: only a `DataParallel` knows more of them.
+        """
+        by_rank = {replica.rank: replica.module for replica in replicas}
+        calls = [bound_call(by_rank[shard.rank], shard) for shard in shards]
+        if is_confined():
+            outcomes = run_here(calls)
+        else:
+            at_once = not torch.is_grad_enabled() and not any(
+                part.training for module in by_rank.values() for part in module.modules()
+            )
+            state = ThreadState.capture(max(1, torch.get_num_threads() // len(replicas)))
+            outcomes = run_all(calls, [shard.rank for shard in shards], state, gap=0 if at_once else None)
+        check_outcomes(outcomes, shards)
+        return [Result(shard, outcome.value) for shard, outcome in zip(shards, outcomes, strict=True)]
+
+    def data_parallel(
+        self, model: nn.Module, devices: DeviceRequest, options: Options, output_device: DeviceRequest
+    ) -> nn.Module:
+        """Return a `DataParallel` of the module."""
+        from isobatch_torch.data_parallel import DataParallel
+
+        return DataParallel(model, devices, output_device, options=options)
+
+    def load(
+        self,
+        path: str | PathLike[str],
+        devices: DeviceRequest,
+        options: Options,
+        output_device: DeviceRequest,
+    ) -> nn.Module:
+        """Return the module in a file, parallel again."""
+        from isobatch_torch.loading import load
+
+        return load(path, devices, output_device, options=options)
+
+
+BACKEND = TorchBackend()

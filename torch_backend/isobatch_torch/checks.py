@@ -1,0 +1,87 @@
+"""What a template must not have if its replicas are to be modules of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import partial
+from types import MethodType
+from typing import Any
+
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from isobatch.errors import ModelError
+
+__all__ = ["check_template"]
+
+
+def check_template(modules: Mapping[str, nn.Module]) -> None:
+    """Raise unless every part of a template can be replicated.
+
+    What a template's attributes refer to is shared by all replicas. Modules and methods that are reached that way are the
+    template's own: whatever they keep would be updated by all replicas at once.
+
+    Args:
+        modules: Every registered module by its path.
+
+    Raises:
+        ModelError: There are such references, parameters without a shape, or layers that expect several processes;
+            the message names each.
+
+    >>> model = nn.Module()
+    >>> model.layers = [nn.Linear(1, 1)]
+    >>> check_template({"": model})
+    Traceback (most recent call last):
+    isobatch.errors.ModelError: Expected a module that can be replicated, got
+      template.layers[0]: a Linear that is not registered; use nn.ModuleList, nn.ModuleDict or an attribute of its own
+    """
+    lines = [f"{_path(path)}: {problem}" for path, module in modules.items() for problem in _problems(module)]
+    lines += [
+        line
+        for path, module in modules.items()
+        for key, value in vars(module).items()
+        if key not in _REGISTERED
+        for line in _stale(value, _path(path, key), depth=3)
+    ]
+    if lines:
+        msg = "Expected a module that can be replicated, got\n  " + "\n  ".join(lines)
+        raise ModelError(msg)
+
+
+def _problems(module: nn.Module) -> Iterator[str]:
+    contents = vars(module)
+    if "forward" in contents:
+        yield "its forward is set on the object, for this object; define it in the class"
+    if any(
+        is_lazy(tensor)
+        for tensor in (*contents.get("_parameters", {}).values(), *contents.get("_buffers", {}).values())
+    ):
+        yield "uninitialized parameters; call the template once on a small batch before it is made parallel"
+    if isinstance(module, nn.SyncBatchNorm) and module.training:
+        yield (
+            "a SyncBatchNorm synchronises processes, not replicas: each would normalise by its own rows; "
+            "use BatchNorm, or torch.nn.parallel.DistributedDataParallel"
+        )
+
+
+def _stale(value: Any, path: str, depth: int) -> Iterator[str]:
+    if isinstance(value, nn.Module):
+        yield f"{path}: a {type(value).__name__} that is not registered; use nn.ModuleList, nn.ModuleDict or an attribute of its own"
+    elif isinstance(value, MethodType):
+        if isinstance(value.__self__, nn.Module):
+            yield f"{path}: a method bound to the template; keep its name, or look it up when it is called"
+    elif isinstance(value, partial):
+        yield from _stale([value.func, *value.args, *value.keywords.values()], path, depth)
+    elif depth and isinstance(value, dict):
+        for key, entry in value.items():
+            yield from _stale(entry, f"{path}[{key!r}]", depth - 1)
+    elif depth and isinstance(value, list | tuple):
+        for index, entry in enumerate(value):
+            yield from _stale(entry, f"{path}[{index}]", depth - 1)
+
+
+_REGISTERED = frozenset(vars(nn.Module())) | {"_compiled_call_impl", "forward"}
+
+
+def _path(*keys: str) -> str:
+    return ".".join(filter(None, ("template", *keys)))

@@ -1,0 +1,302 @@
+"""The module that splits each batch between replicas of another module."""
+
+from __future__ import annotations
+
+import inspect
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from typing import Any, get_args
+
+import torch
+from torch import nn
+
+from isobatch.backend import Options, Replica, Result, Shard, running
+from isobatch.devices import Device, DeviceRequest, resolve_devices
+from isobatch.errors import ModelError
+from isobatch_torch.accelerators import memory, visible
+from isobatch_torch.backend import BACKEND
+from isobatch_torch.engine import Engine, Schedule, is_home, run_template
+
+__all__ = ["DataParallel"]
+
+
+class DataParallel(nn.DataParallel[nn.Module]):
+    """Split each batch, run one replica of a module per device, join the results: `torch.nn.DataParallel`, done right.
+
+    To its user it is the module: same parameters under the same names, same attributes and methods, same state. Differences
+    from `torch.nn.DataParallel` are listed in docs/migrating-from-DataParallel.md, with how to get the old behaviour.
+
+    Args:
+        module: What is made parallel. It keeps its weights; `parallel.module` is this very object.
+        device_ids: `None`: every visible accelerator, or one CPU replica where there is none. A number of replicas, or a
+            sequence of devices in any usual spelling; numbers mean accelerators, CPU devices where there are none.
+        output_device: Where results are put together; by default the first device.
+        dim: The batch axis of inputs and outputs, unless `options` say otherwise.
+        options: Who gets which rows, what is not split, how scalars are reduced, what becomes of running state.
+        schedule: `"threads"`, or `"sequential"` to run the replicas one after another in the caller's thread.
+
+    Raises:
+        DeviceError: A device is absent or cannot be understood.
+        ModelError: `module` is parallel already.
+        ValueError: An option or the schedule is unknown.
+
+    >>> parallel = DataParallel(nn.Linear(3, 2), ["cpu:0", "cpu:1"])
+    >>> parallel(torch.ones(5, 3)).shape, list(parallel.state_dict())
+    (torch.Size([5, 2]), ['weight', 'bias'])
+    """
+
+    module: nn.Module
+    devices: tuple[Device, ...]
+    options: Options
+    schedule: Schedule
+
+    def __init__(
+        self,
+        module: nn.Module,
+        device_ids: DeviceRequest = None,
+        output_device: DeviceRequest = None,
+        dim: int = 0,
+        *,
+        options: Options | None = None,
+        schedule: Schedule = "threads",
+    ) -> None:
+        if isinstance(module, nn.DataParallel):
+            msg = (
+                f"Expected a module that is not parallel yet, got {type(module).__name__}; pass its .module."
+            )
+            raise ModelError(msg)
+        found = visible()
+        devices = resolve_devices(device_ids, found)
+        output = devices[0] if output_device is None else resolve_devices(output_device, found)[0]
+        training = module.training
+        vars(self).update(module=module, devices=devices, dim=dim, _output=output, _engine=None)
+        nn.Module.__init__(self)  # nn.DataParallel's own would want accelerators
+        module.training = training
+        _share(self)
+        self.options = options or Options(axis=dim, output_axis=dim)
+        self.schedule = schedule
+        if len(devices) == 1 and devices[0].kind != "cpu":
+            module.to(memory(devices[0]))
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's forward pass in parallel.
+
+        Args:
+            *args: As the module takes them, for the whole batch.
+            **kwargs: Likewise.
+
+        Returns:
+            What the module would return.
+        """
+        return self.call_method("__call__", *args, **kwargs)
+
+    def call_method(self, method: str, /, *args: Any, **kwargs: Any) -> Any:
+        """Run any method of the module in parallel.
+
+        Args:
+            method: Its name.
+            *args: As the method takes them, for the whole batch.
+            **kwargs: Likewise.
+
+        Returns:
+            What the method would return.
+
+        >>> class Coder(nn.Module):
+        ...     def encode(self, x):
+        ...         return x + 1
+        >>> DataParallel(Coder(), ["cpu:0", "cpu:1"]).call_method("encode", torch.zeros(3))
+        tensor([1., 1., 1.])
+        """
+        if running.get() is not None:  # inside of another parallel call, whose replicas are the parallelism
+            return getattr(self.module, method)(*args, **kwargs)
+        return self.gather(self.parallel_apply(self.scatter(args, kwargs, method), method))
+
+    def scatter(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], method: str = "__call__"
+    ) -> list[Shard]:  # type: ignore[override]
+        """Split the arguments of a call.
+
+        Args:
+            args: Positional arguments.
+            kwargs: Keyword arguments.
+            method: Name of what is called.
+
+        Returns:
+            A shard for each replica that gets rows.
+        """
+        names: Sequence[str] = ()
+        if self.options.broadcast or not isinstance(self.options.axis, int):
+            called = self.module.forward if method == "__call__" else getattr(self.module, method)
+            names = tuple(inspect.signature(called).parameters)
+        return BACKEND.scatter(args, self.devices, kwargs=kwargs, options=self.options, names=names)
+
+    def replicate(self) -> list[Replica[nn.Module]]:  # type: ignore[override]
+        """Return the replicas, up to date with the module."""
+        return self.engine.replicate()
+
+    def parallel_apply(self, shards: Sequence[Shard], method: str = "__call__") -> list[Result]:  # type: ignore[override]
+        """Run the replicas of these shards; a single one on the module's own device is the module itself.
+
+        Args:
+            shards: From `scatter`.
+            method: Name of what is called.
+
+        Returns:
+            One result for each shard.
+        """
+        if len(shards) == 1 and is_home(self.module, shards[0].device):
+            return [run_template(self.module, method, shards[0])]
+        return self.engine.run(method, shards, self.options.state, self.schedule)
+
+    def gather(self, results: Sequence[Result]) -> Any:  # type: ignore[override]
+        """Join what the replicas returned.
+
+        Args:
+            results: From `parallel_apply`.
+
+        Returns:
+            One output, as if the module had returned it.
+        """
+        return BACKEND.gather(results, self._output, options=self.options)
+
+    @property
+    def engine(self) -> Engine:
+        """What runs the replicas."""
+        if vars(self)["_engine"] is None:
+            vars(self)["_engine"] = Engine(self.module, self.devices)
+        engine: Engine = vars(self)["_engine"]
+        return engine
+
+    @property
+    def device_ids(self) -> list[int]:
+        """The devices' numbers, as `torch.nn.DataParallel` gives them."""
+        return [device.index for device in self.devices]
+
+    @property
+    def src_device_obj(self) -> torch.device:
+        """Where the weights are expected."""
+        return memory(self.devices[0])
+
+    @property
+    def output_device(self) -> torch.device:
+        """Where results are put together."""
+        return memory(vars(self)["_output"])
+
+    @property
+    def training(self) -> bool:
+        """Whether the module is in training mode."""
+        return self.module.training
+
+    @training.setter
+    def training(self, mode: bool) -> None:
+        self.module.training = mode
+
+    # What follows makes the wrapper look like the module it wraps.
+
+    def train(self, mode: bool = True) -> DataParallel:  # noqa: FBT001, FBT002 - torch's signature
+        """Set training mode on the module."""
+        self.module.train(mode)
+        return self
+
+    def apply(self, fn: Callable[[nn.Module], None]) -> DataParallel:
+        """Apply a function to the module and its parts."""
+        self.module.apply(fn)
+        return self
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> DataParallel:  # noqa: FBT001, FBT002 - torch's signature
+        self.module._apply(fn, recurse)  # noqa: SLF001
+        return self
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the module's own state, under its own names."""
+        return self.module.state_dict(*args, **kwargs)
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:  # noqa: FBT001, FBT002
+        """Load state saved from the module, from this wrapper, or (with `module.` in its names) from `torch.nn.DataParallel`."""
+        metadata = getattr(state_dict, "_metadata", None)
+        state: Any = OrderedDict(state_dict)
+        self._drop_prefix(state, "")
+        if metadata is not None:
+            state._metadata = OrderedDict((_stripped(f"{key}."), value) for key, value in metadata.items())  # noqa: SLF001
+        return self.module.load_state_dict(state, strict, assign)
+
+    def _load_from_state_dict(self, state_dict: MutableMapping[str, Any], prefix: str, *args: Any) -> None:
+        self._drop_prefix(state_dict, prefix)  # inside of a larger module that is being loaded
+        self.module._load_from_state_dict(state_dict, prefix, *args)  # noqa: SLF001
+
+    def _drop_prefix(self, state: MutableMapping[str, Any], prefix: str) -> None:
+        if "module" not in self._modules:  # else it is a name like any other
+            for key in [key for key in state if key.startswith(prefix + "module.")]:
+                state[prefix + _stripped(key[len(prefix) :])] = state.pop(key)
+
+    def extra_repr(self) -> str:
+        """Name the module's class and the devices."""
+        return ", ".join((type(self.module).__name__, *map(str, self.devices)))
+
+    def __getattr__(self, name: str) -> Any:
+        if "module" not in vars(self):  # while being unpickled
+            msg = f"{type(self).__name__!r} object has no attribute {name!r}"
+            raise AttributeError(msg)
+        return getattr(self.module, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "module":
+            vars(self).update(module=value, _engine=None)
+            _share(self)
+        elif name == "options":
+            vars(self)[name] = value.check(len(self.devices))
+        elif name == "schedule":
+            if value not in get_args(Schedule):
+                msg = f"Expected schedule to be one of {get_args(Schedule)}, got {value!r}."
+                raise ValueError(msg)
+            vars(self)[name] = value
+        elif name in _OWN:
+            vars(self)[name] = value
+        else:
+            setattr(self.module, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        delattr(self.module, name)
+
+    def __dir__(self) -> list[str]:
+        return sorted({*super().__dir__(), *dir(self.module)})
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_engine": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        _share(self)
+
+    def __bool__(self) -> bool:
+        return bool(self.module)
+
+    def __len__(self) -> int:
+        return len(self.module)  # type: ignore[arg-type]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.module)  # type: ignore[call-overload, no-any-return]
+
+    def __contains__(self, item: object) -> bool:
+        return item in self.module  # type: ignore[operator]
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.module[index]  # type: ignore[index]
+
+
+_COLLECTIONS = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
+_OWN = frozenset(vars(nn.Module())) - {"training"}
+
+
+def _share(parallel: DataParallel) -> None:
+    """Let a wrapper have the very collections of its module, so that every name in them is the module's."""
+    vars(parallel).update((key, getattr(parallel.module, key)) for key in _COLLECTIONS)
+
+
+def _stripped(key: str) -> str:
+    """Return a name from `torch.nn.DataParallel` as the module has it."""
+    while key.startswith("module."):
+        key = key.removeprefix("module.")
+    return key.removesuffix(".")

@@ -1,0 +1,227 @@
+"""One parallel call: which replicas run, where, in which order, and what is learned for the next call."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any, Literal, TypeAlias
+
+import torch
+from torch import nn
+
+from isobatch.backend import Replica, Result, Shard, StatePolicy, running
+from isobatch.devices import Device
+from isobatch_torch.accelerators import current, memory, same_memory
+from isobatch_torch.random import positions
+from isobatch_torch.replicas import Copies
+from isobatch_torch.state import Place, RunningState
+from isobatch_torch.workers import Outcome, ThreadState, is_confined, run_all, run_here
+
+__all__ = ["Engine", "Schedule", "bound_call", "check_outcomes", "is_home", "run_template"]
+
+Schedule: TypeAlias = Literal["threads", "sequential"]
+"""Replicas run at once, each in the worker of its rank, or one after another in the caller's thread."""
+
+_MODES = 64  # combinations of method and training flags that are remembered
+
+
+class Engine:
+    """Runs a template's replicas.
+
+    The first call in each mode (training or not) is a rehearsal: replicas run one after another, which shows what they do:
+    update buffers, draw random numbers, make how many autograd nodes. Those that draw from one generator go on to run one
+    after another, since threads would deal its numbers out by chance.
+
+    Args:
+        template: The module to run.
+        devices: One for each replica.
+
+    >>> engine = Engine(nn.Linear(2, 1), [Device("cpu", 0), Device("cpu", 1)])
+    >>> shards = [Shard(r, engine.devices[r], range(r, r + 1), 2, (torch.ones(1, 2),), {}) for r in range(2)]
+    >>> [result.output.shape for result in engine.run("__call__", shards)]
+    [torch.Size([1, 1]), torch.Size([1, 1])]
+    """
+
+    def __init__(self, template: nn.Module, devices: Sequence[Device]) -> None:
+        self.template = template
+        self.devices = devices
+        self.copies = Copies(template, len(devices))
+        self.habits: dict[Any, _Habits] = {}
+        self.lock = threading.Lock()
+
+    def replicate(self) -> list[Replica[nn.Module]]:
+        """Return all replicas, up to date with the template."""
+        with self.lock:
+            self.copies.refresh()
+        return [Replica(rank, device, self.copies.root(rank)) for rank, device in enumerate(self.devices)]
+
+    def run(
+        self,
+        method: str,
+        shards: Sequence[Shard],
+        state: StatePolicy = "merge",
+        schedule: Schedule = "threads",
+    ) -> list[Result]:
+        """Run a method of the replicas on their shards.
+
+        Args:
+            method: Its name; `"__call__"` for the forward pass with its hooks.
+            shards: In rank order.
+            state: What becomes of running state.
+            schedule: At once or one after another.
+
+        Returns:
+            One result for each shard.
+
+        Raises:
+            BaseException: What the lowest failing replica raised, with a note that says which one it was.
+        """
+        with self.lock:
+            self.copies.refresh()
+        mode = (method, state, self.copies.modes)
+        known = self.habits.get(mode)
+        ranks = [shard.rank for shard in shards]
+        kept = RunningState(self.copies, ranks, state, known and known.live)
+        calls = [
+            kept.bind(position, bound_call(getattr(self.copies.root(shard.rank), method), shard))
+            for position, shard in enumerate(shards)
+        ]
+        confined = is_confined()
+        before = () if confined else positions(self.devices)
+        try:
+            if confined or schedule == "sequential":
+                outcomes = run_here(calls)
+            else:
+                threads = max(1, torch.get_num_threads() // len(self.devices))
+                outcomes = run_all(calls, ranks, ThreadState.capture(threads), known and known.gap(state))
+        finally:
+            kept.take_back()
+        check_outcomes(outcomes, shards)
+        updated = kept.updated() | (known.live if known else frozenset())
+        live = updated | kept.overwritten()
+        kept.store([len(shard.rows or (None,)) for shard in shards], updated)
+        if not confined:
+            self.learn(mode, known, live, drew=positions(self.devices) != before, outcomes=outcomes)
+        return [Result(shard, outcome.value) for shard, outcome in zip(shards, outcomes, strict=True)]
+
+    def learn(
+        self,
+        mode: Any,
+        known: _Habits | None,
+        live: frozenset[Place],
+        *,
+        drew: bool,
+        outcomes: Sequence[Outcome],
+    ) -> None:
+        """Remember what a call has shown about a mode."""
+        nodes = max(outcome.nodes for outcome in outcomes)
+        if torch.is_grad_enabled():
+            nodes = max(nodes, 1)
+        if known is None:
+            if len(self.habits) >= _MODES:
+                self.habits.clear()
+            self.habits[mode] = _Habits(live, drew, nodes)
+            return
+        surprises = ["drew random numbers"] if drew and not known.draws else []
+        surprises += [f"updated {'.'.join(filter(None, place))}" for place in sorted(live - known.live)]
+        known.live, known.draws, known.nodes = live, known.draws or drew, max(known.nodes, nodes)
+        if surprises:
+            msg = (
+                f"Replicas {', '.join(surprises)} for the first time while running at once: that is not reproducible. From now on "
+                "this is taken into account; schedule='sequential' does so from the start."
+            )
+            warnings.warn(msg, RuntimeWarning, stacklevel=2)
+
+
+@dataclass(slots=True)
+class _Habits:
+    """What replicas do in one mode."""
+
+    live: frozenset[Place]
+    draws: bool
+    nodes: int  # most autograd nodes that one replica made; 0 where none recorded yet
+
+    def gap(self, state: StatePolicy) -> int | None:
+        """Return how far apart the workers' counters of autograd nodes have to be; `None` if replicas cannot run at once."""
+        if (
+            self.draws
+            or (state == "sequential" and self.live)
+            or (torch.is_grad_enabled() and not self.nodes)
+        ):
+            return None
+        return 4 * self.nodes + 100
+
+
+def is_home(module: nn.Module, device: Device) -> bool:
+    """Say whether a module lies where a replica on a device would run.
+
+    Args:
+        module: The template.
+        device: Where the replica runs.
+    """
+    tensor = next(chain(module.parameters(), module.buffers()), None)
+    return tensor is None or same_memory(tensor, memory(device))
+
+
+def run_template(template: nn.Module, method: str, shard: Shard) -> Result:
+    """Run the template itself, in the caller's thread: the only replica of a call.
+
+    Args:
+        template: The module.
+        method: Its method's name.
+        shard: What it gets.
+    """
+    token = running.set(shard)
+    try:
+        with current(shard.device):
+            return Result(shard, getattr(template, method)(*shard.args, **shard.kwargs))
+    except BaseException as error:
+        add_note(error, f"in {shard}")
+        raise
+    finally:
+        running.reset(token)
+
+
+def add_note(error: BaseException, note: str) -> None:
+    """Add a note to an error that does not have it yet."""
+    if note not in getattr(error, "__notes__", ()):
+        error.add_note(note)
+
+
+def bound_call(method: Callable[..., Any], shard: Shard) -> Callable[[], Any]:
+    """Return the call of a replica on its shard, on its device; to be made in a context of its own.
+
+    Args:
+        method: The replica or a method of it.
+        shard: What it gets.
+    """
+
+    def call() -> Any:
+        running.set(shard)
+        with current(shard.device):
+            return method(*shard.args, **shard.kwargs)
+
+    return call
+
+
+def check_outcomes(outcomes: Sequence[Outcome], shards: Sequence[Shard]) -> None:
+    """Raise the error of the lowest failing replica, if any."""
+    failed = next((position for position, outcome in enumerate(outcomes) if outcome.error is not None), None)
+    if failed is None:
+        return
+    error = outcomes[failed].error
+    notes = [f"in {shards[failed]}"]
+    if "more than 1 value per channel" in str(error):
+        rows = ", ".join(str(len(shard.rows or ())) for shard in shards)
+        notes.append(
+            f"The replicas got {rows} rows; min_rows=2 would use fewer replicas rather than give one a single row."
+        )
+    for note in notes:
+        add_note(error, note)
+    try:
+        raise error
+    finally:
+        del error, outcomes  # its traceback refers to this frame

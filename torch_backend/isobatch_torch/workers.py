@@ -1,0 +1,277 @@
+"""The threads that replicas run in, and what of the caller's thread they take over.
+
+There is one thread for each rank, shared by all models, started when first needed and kept. Autograd adds up gradients in the
+order of per-thread counters, later nodes first; each thread is therefore kept ahead of the one before it, so that the gradients
+of shared weights are added from the last rank to the first: the order, and the bits, of a plain loop over the shards.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from contextvars import Context, copy_context
+from dataclasses import dataclass
+from queue import SimpleQueue
+from typing import Any
+
+import torch
+from torch.overrides import _get_current_function_mode_stack  # pyright: ignore[reportUnknownVariableType, reportPrivateUsage]
+from torch.utils._device import DeviceContext
+
+from isobatch_torch.accelerators import accelerator
+
+__all__ = ["Outcome", "ThreadState", "is_confined", "run_all", "run_here"]
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What came of one call: a value or an error, and how many autograd nodes it made."""
+
+    value: Any = None
+    error: BaseException | None = None
+    nodes: int = 0
+
+    def run(self, call: Callable[[], Any]) -> None:
+        """Make the call and note what came of it."""
+        start = _counter()
+        try:
+            self.value = call()
+        except BaseException as error:  # noqa: BLE001 - SystemExit and KeyboardInterrupt are the caller's to handle
+            # Without this frame: it would close a cycle from the error to this outcome.
+            self.error = error.with_traceback(error.__traceback__ and error.__traceback__.tb_next)
+        self.nodes = _counter() - start
+
+
+def run_here(calls: Sequence[Callable[[], Any]]) -> list[Outcome]:
+    """Make calls one after another in this thread, up to the first that fails.
+
+    Args:
+        calls: One for each replica.
+
+    Returns:
+        As many outcomes as calls were made.
+
+    >>> [outcome.value for outcome in run_here([lambda: 1, lambda: 2])]
+    [1, 2]
+    """
+    outcomes: list[Outcome] = []
+    for call in calls:
+        outcomes.append(Outcome())
+        copy_context().run(outcomes[-1].run, call)
+        if outcomes[-1].error is not None:
+            break
+    return outcomes
+
+
+def run_all(
+    calls: Sequence[Callable[[], Any]], ranks: Sequence[int], state: ThreadState, gap: int | None
+) -> list[Outcome]:
+    """Make calls in the workers of their ranks.
+
+    Args:
+        calls: One for each replica.
+        ranks: Which worker each call belongs to, ascending.
+        state: What the workers take over.
+        gap: Autograd nodes that one call is taken to make at most. `None`: unknown, the calls run one after another,
+            up to the first that fails.
+
+    Returns:
+        As many outcomes as calls were made.
+
+    Raises:
+        KeyboardInterrupt: The user interrupted the wait; the workers end by themselves when their calls return.
+
+    >>> state = ThreadState.capture(threads=1)
+    >>> [outcome.value for outcome in run_all([lambda: 1, lambda: 2], [0, 1], state, gap=0)]
+    [1, 2]
+    """
+    workers = _POOL.take(max(ranks) + 1)
+    done: SimpleQueue[None] = SimpleQueue()
+    outcomes: list[Outcome] = []
+    resized = any(workers[rank].progress.threads != state.threads for rank in ranks)
+    floor = 0
+    try:
+        for call, rank in zip(calls, ranks, strict=True):
+            worker, outcome = workers[rank], Outcome()
+            floor = max(floor, worker.progress.nodes)
+            worker.jobs.put(_Job(call, copy_context(), state, floor if state.grad else 0, outcome, done))
+            outcomes.append(outcome)
+            if gap is not None:
+                floor += gap
+                continue
+            done.get()
+            if outcome.error is not None:
+                break
+            floor = worker.progress.nodes
+        for _ in outcomes if gap is not None else ():
+            done.get()
+    except BaseException:
+        _POOL.reset()
+        raise
+    finally:
+        if resized:  # a worker's number of threads became the one that new threads start with
+            torch.set_num_threads(torch.get_num_threads())
+    return outcomes
+
+
+@dataclass(frozen=True, slots=True)
+class ThreadState:
+    """What of a thread's state torch keeps for each thread alone.
+
+    Args:
+        grad: Whether autograd records.
+        inference: Whether inference mode is on.
+        autocast: Kind of device, whether autocast is on there, and its type.
+        autocast_cache: Whether autocast keeps casts of weights.
+        default_device: Where new tensors are made, `None` for torch's own choice.
+        threads: Threads that one operation may use.
+    """
+
+    grad: bool
+    inference: bool
+    autocast: tuple[tuple[str, bool, torch.dtype], ...]
+    autocast_cache: bool
+    default_device: torch.device | None
+    threads: int
+
+    @classmethod
+    def capture(cls, threads: int) -> ThreadState:
+        """Return the calling thread's state.
+
+        Args:
+            threads: Threads that one operation may use in a worker.
+        """
+        grad = torch.is_grad_enabled()
+        autocast = tuple(
+            (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+            for kind in _AUTOCAST_KINDS
+        )
+        # The cache of casts is one for all threads. Replicas that shared a cast would have their gradients added in its
+        # narrow type, in the order in which they came to make it.
+        cache = torch.is_autocast_cache_enabled() and not (grad and any(on for _, on, _ in autocast))
+        device = torch.get_default_device() if torch._C._len_torch_function_stack() else None  # noqa: SLF001
+        return cls(grad, torch.is_inference_mode_enabled(), autocast, cache, device, threads)
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        """Give the calling thread this state."""
+        torch._C._set_grad_enabled(self.grad)  # noqa: SLF001
+        for kind, on, dtype in self.autocast:
+            torch.set_autocast_enabled(kind, on)
+            torch.set_autocast_dtype(kind, dtype)
+        torch.set_autocast_cache_enabled(self.autocast_cache)
+        with ExitStack() as stack:
+            if self.inference:
+                stack.enter_context(torch.inference_mode())
+            if self.default_device is not None:
+                stack.enter_context(self.default_device)
+            torch._C._set_grad_enabled(self.grad)  # noqa: SLF001
+            yield
+
+
+def is_confined() -> bool:
+    """Say whether this thread is under something that other threads cannot share.
+
+    Function transforms, dispatch and function modes (export, fake tensors), tracing and saved-tensor hooks act on the thread
+    they were entered in; elsewhere the same code would give other results without a word.
+
+    Returns:
+        Whether replicas have to run in this thread.
+
+    >>> is_confined()
+    False
+    """
+    return bool(
+        torch._C._len_torch_dispatch_stack()  # noqa: SLF001
+        or torch._C._functorch.peek_interpreter_stack() is not None  # noqa: SLF001
+        or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None  # noqa: FBT003, SLF001
+        or torch._C._get_tracing_state() is not None  # noqa: SLF001
+        or torch.compiler.is_compiling()
+        or (
+            torch._C._len_torch_function_stack()  # noqa: SLF001
+            and not all(isinstance(mode, DeviceContext) for mode in _get_current_function_mode_stack())
+        )
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    call: Callable[[], Any]
+    context: Context  # the caller's context variables
+    state: ThreadState
+    floor: int  # where the counter of autograd nodes has to be at least
+    outcome: Outcome
+    done: SimpleQueue[None]
+
+    def run(self) -> None:
+        try:
+            with self.state.applied():
+                _advance(self.floor)
+                self.context.run(self.outcome.run, self.call)
+        except BaseException as error:  # noqa: BLE001 - whatever it is, the caller must not wait for ever
+            self.outcome.error = error
+
+
+class _Worker:
+    """A thread that makes one rank's calls; it ends when nobody refers to this object any more."""
+
+    def __init__(self, rank: int) -> None:
+        self.jobs: SimpleQueue[_Job | None] = SimpleQueue()
+        self.progress = _Progress()
+        threading.Thread(
+            target=_serve, args=(self.jobs, self.progress), name=f"isobatch-{rank}", daemon=True
+        ).start()
+        weakref.finalize(self, self.jobs.put, None).atexit = False
+
+
+@dataclass(slots=True)
+class _Progress:
+    nodes: int = 0  # autograd nodes made so far
+    threads: int = 0  # threads that one operation may use now
+
+
+def _serve(jobs: SimpleQueue[_Job | None], progress: _Progress) -> None:
+    while (job := jobs.get()) is not None:
+        if progress.threads != job.state.threads:
+            progress.threads = job.state.threads
+            torch.set_num_threads(progress.threads)
+        job.run()
+        progress.nodes = _counter()
+        done = job.done
+        del job  # nothing of a call outlives it
+        done.put(None)
+
+
+class _Pool:
+    """All workers of this process."""
+
+    def __init__(self) -> None:
+        self.reset()
+        if hasattr(os, "register_at_fork"):
+            os.register_at_fork(after_in_child=self.reset)  # threads do not survive a fork
+
+    def reset(self) -> None:
+        """Use new workers from now on."""
+        self.workers: list[_Worker] = []
+        self.lock = threading.Lock()
+
+    def take(self, count: int) -> list[_Worker]:
+        with self.lock:
+            while len(self.workers) < count:
+                self.workers.append(_Worker(len(self.workers)))
+            return self.workers[:count]
+
+
+def _advance(floor: int) -> None:
+    """Bring this thread's counter of autograd nodes up to a number."""
+    while (missing := floor - _counter()) > 0:
+        torch.atleast_1d([_SEED] * min(missing, 1000))
+
+
+_counter: Callable[[], int] = torch._C._autograd._get_sequence_nr  # noqa: SLF001
+_SEED = torch.zeros((), requires_grad=True)  # making a view of it makes one node
+_AUTOCAST_KINDS = ("cpu", kind) if (kind := accelerator()) else ("cpu",)
+_POOL = _Pool()
