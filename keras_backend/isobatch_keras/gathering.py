@@ -81,14 +81,14 @@ def gather_outcomes(
     return output
 
 
-def add_losses(layer: keras.layers.Layer, outcomes: Sequence[Outcome], scalars: Scalars) -> None:
+def add_losses(add_loss: Callable[[Any], None], outcomes: Sequence[Outcome], scalars: Scalars) -> None:
     """Add the losses that layers of the template added, each counted by its replica's rows.
 
     Args:
-        layer: Whose losses they become.
+        add_loss: The method of the layer whose losses they become.
         outcomes: Of the replicas that ran.
         scalars: `"sum"` where the template's losses are sums over rows; otherwise they are taken for means.
     """
     sizes = [outcome.size for outcome in outcomes]
     for values in zip(*(outcome.losses for outcome in outcomes), strict=True):
-        layer.add_loss(reduce(values, sizes, "sum" if scalars == "sum" else "mean"))
+        add_loss(reduce(values, sizes, "sum" if scalars == "sum" else "mean"))

@@ -9,6 +9,7 @@ import keras
 
 from isobatch.backend import Options
 from isobatch.devices import Device
+from isobatch.trees import path_text
 from isobatch_keras.layers import Merge, Replica, count_rows, no_mask, slice_rows
 from isobatch_keras.template import functional_of, split_axes
 
@@ -21,15 +22,16 @@ def build_graph(template: keras.Model, devices: tuple[Device, ...], options: Opt
     structure = functional_of(template).input
     names = _Names([tensor.name for tensor in inputs])
     axes = split_axes(functional_of(template), options)
-    split = [(x, axis) for x, axis in zip(inputs, axes, strict=True) if axis is not None]
+    paths = [path_text(path, "inputs") for path, _ in keras.tree.flatten_with_path(structure)]
+    split = [(x, path, axis) for x, path, axis in zip(inputs, paths, axes, strict=True) if axis is not None]
     rows = keras.layers.Lambda(
         count_rows,
         output_shape=_no_shape,
         mask=no_mask,
-        arguments={"names": [x.name for x, _ in split], "axes": [axis for _, axis in split]},
+        arguments={"names": [path for _, path, _ in split], "axes": [axis for _, _, axis in split]},
         autocast=False,
         name=names.new("rows"),
-    )([x for x, _ in split])
+    )([x for x, _, _ in split])
     outcomes: list[Any] = []
     for rank, device in enumerate(devices):
         rules = {"rank": rank, "replicas": len(devices), "policy": options.policy, "min_rows": options.min_rows}

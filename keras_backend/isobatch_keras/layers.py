@@ -8,7 +8,7 @@ from typing import Any
 
 import keras
 
-from isobatch.backend import Options, Shard
+from isobatch.backend import Axis, Options, Shard
 from isobatch.devices import Device
 from isobatch.errors import BatchSizeError, ModelError
 from isobatch.rows import Policy, row_stop
@@ -190,11 +190,12 @@ class Merge(keras.layers.Layer):
 
     def __init__(self, template: keras.Model, device: Device, options: Options, name: str | None = None) -> None:
         super().__init__(name=name, autocast=False, dtype=template.dtype_policy)
-        self.specs = template.outputs
-        self.structure = functional_of(template).output
-        self.device = device
-        self.options = options
+        # In functions, because Keras would track the layers and wrap the containers among a layer's attributes.
+        structure = functional_of(template).output
         self.settle = partial(settle, policy=options.state, norms=norms_of(template))
+        self.add_losses = partial(add_losses, self.add_loss, scalars=options.scalars)
+        self.gather = partial(gather_outcomes, device=device, options=options, mark=partial(_marked, structure, options))
+        self.symbols = partial(_symbols, structure, options)
         self.supports_jit = False
         self.supports_masking = True
         self.built = True
@@ -203,32 +204,37 @@ class Merge(keras.layers.Layer):
         """Join the outcomes of all replicas, in rank order."""
         ran = [outcome for outcome in outcomes if outcome.ran]
         self.settle(ran)
-        add_losses(self, ran, self.options.scalars)
-        return gather_outcomes(ran, self.device, self.options, self._marked)
+        self.add_losses(ran)
+        return self.gather(ran)
 
     def compute_output_spec(self, *_args: Any, **_kwargs: Any) -> Any:
         """Return the template's own outputs, as new symbols."""
-        return keras.tree.map_structure(self._spec, self.structure)
+        return self.symbols()
 
     def compute_mask(self, _inputs: Any, _previous_mask: Any) -> None:
         """Leave the masks that are attached already."""
 
-    def _spec(self, tensor: Any) -> keras.KerasTensor:
-        stacked = not tensor.shape and self.options.scalars == "stack"
+
+def _symbols(structure: Any, options: Options) -> Any:
+    """Return new symbols like the template's outputs."""
+
+    def symbol(tensor: Any) -> keras.KerasTensor:
+        stacked = not tensor.shape and options.scalars == "stack"
         return keras.KerasTensor((None,) if stacked else tensor.shape, tensor.dtype)
 
-    def _marked(self, output: Any) -> Any:
-        """Mark what has no batch axis: Keras knows it from the symbolic shape."""
-        leaves = keras.tree.flatten(output)
-        paths = [path for path, _ in keras.tree.flatten_with_path(self.structure)]
-        marked = [
-            Broadcast(leaf) if spec.shape and spec.shape[self._axis(path)] is not None else leaf
-            for leaf, spec, path in zip(leaves, self.specs, paths, strict=True)
-        ]
-        return keras.tree.pack_sequence_as(output, marked)
+    return keras.tree.map_structure(symbol, structure)
 
-    def _axis(self, path: tuple[Any, ...]) -> int:
-        axis = self.options.output_axis
-        if isinstance(axis, Mapping):
-            return axis.get(path[0], 0) if path else 0
-        return axis
+
+def _marked(structure: Any, options: Options, output: Any) -> Any:
+    """Mark what has no batch axis: Keras knows it from the symbolic shape."""
+    marked = [
+        Broadcast(leaf) if spec.shape and spec.shape[_axis(options.output_axis, path)] is not None else leaf
+        for (path, spec), leaf in zip(keras.tree.flatten_with_path(structure), keras.tree.flatten(output), strict=True)
+    ]
+    return keras.tree.pack_sequence_as(output, marked)
+
+
+def _axis(axis: Axis, path: tuple[Any, ...]) -> int:
+    if isinstance(axis, Mapping):
+        return axis.get(path[0], 0) if path else 0
+    return axis
