@@ -12,6 +12,7 @@ __all__ = [
     "IsobatchError",
     "LeafTypeError",
     "ModelError",
+    "SpecError",
     "StructureError",
 ]
 
@@ -42,6 +43,10 @@ class LeafTypeError(IsobatchError, TypeError):
 
 class ModelError(IsobatchError, ValueError):
     """A model cannot be made parallel; the message says why and what to do."""
+
+
+class SpecError(IsobatchError, ValueError):
+    """A network's description is broken, or holds or needs what has no word in it."""
 
 
 class StructureError(IsobatchError, ValueError):
