@@ -50,6 +50,8 @@ def gather(backend: Backend, results: Sequence[Result], device: Device, options:
     if not results:
         msg = "Expected at least one result to gather, got none."
         raise ValueError(msg)
+    if len(results) == 1 and backend.shape(results[0].output):
+        return backend.take(results[0].output, None, 0, device)
     sizes = [1 if result.shard.rows is None else len(result.shard.rows) for result in results]
     ranks = [result.shard.rank for result in results]
     return _Join(backend, ranks, sizes, device, options).join((), [result.output for result in results])

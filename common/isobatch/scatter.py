@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -10,10 +11,12 @@ from typing import TYPE_CHECKING, Any
 from isobatch.backend import Options, Shard
 from isobatch.devices import Device
 from isobatch.errors import BatchSizeError, LeafTypeError
-from isobatch.rows import split_sizes
+from isobatch.rows import Policy, split_sizes
 from isobatch.trees import Broadcast, Path, Rows, flatten, path_text, unflatten
 
 if TYPE_CHECKING:
+    import optree
+
     from isobatch.backend import Backend
 
 __all__ = ["scatter"]
@@ -51,26 +54,43 @@ def scatter(
         BatchSizeError: Arrays disagree on the number of rows, or one lacks the batch axis.
         LeafTypeError: An argument is an iterator, which several replicas cannot share.
     """
-    leaves, spec = flatten((args, dict(kwargs)), lambda value: backend.shape(value) is not None)
-    paths = spec.paths() if options.broadcast or not isinstance(options.axis, int) else [()] * len(leaves)
+    plain = not kwargs and all(map(backend.shape, args))  # arrays alone, as most often: no container to walk
+    leaves, spec = (
+        (args, None)
+        if plain
+        else flatten((args, dict(kwargs)), lambda value: backend.shape(value) is not None)
+    )
+    every = functools.partial(_paths, spec, len(args))
+    paths = every() if options.broadcast or not isinstance(options.axis, int) else [()] * len(leaves)
     parts = [_part(backend, leaf, path, options, names) for leaf, path in zip(leaves, paths, strict=True)]
     if any(part.fault for part in parts) or len({part.rows for part in parts if part.rows is not None}) > 1:
-        raise _error(parts, spec.paths())
+        raise _error(parts, every())
     batch = next((part.rows for part in parts if part.rows is not None), None)
-    if batch is None:
-        bounds: list[tuple[int, range | None]] = [(0, None)]
-    else:
-        dealt = split_sizes(batch, len(devices), options.policy, sizes=sizes, min_rows=options.min_rows)
-        bounds = [
-            (rank, range(start, stop))
-            for rank, (start, stop) in enumerate(pairwise(accumulate(dealt, initial=0)))
-            if stop > start
-        ] or [(0, range(0))]
+    policy = options.policy if isinstance(options.policy, str) else tuple(options.policy)
+    explicit = None if sizes is None else tuple(sizes)
     shards = []
-    for rank, rows in bounds:
-        own_args, own_kwargs = unflatten(spec, [part.take(backend, rows, devices[rank]) for part in parts])
+    for rank, rows in _bounds(batch, len(devices), policy, explicit, options.min_rows):
+        values = [part.take(backend, rows, devices[rank]) for part in parts]
+        own_args, own_kwargs = (tuple(values), {}) if spec is None else unflatten(spec, values)
         shards.append(Shard(rank, devices[rank], rows, batch or 0, own_args, own_kwargs))
     return shards
+
+
+@functools.lru_cache
+def _bounds(
+    batch: int | None, replicas: int, policy: Policy, sizes: tuple[int, ...] | None, min_rows: int
+) -> list[tuple[int, range | None]]:
+    """Return which ranks get which rows; batches of few sizes come again and again."""
+    if batch is None:
+        return [(0, None)]
+    dealt = split_sizes(batch, replicas, policy, sizes=sizes, min_rows=min_rows)
+    stops = pairwise(accumulate(dealt, initial=0))
+    return [(rank, range(*bounds)) for rank, bounds in enumerate(stops) if dealt[rank]] or [(0, range(0))]
+
+
+def _paths(spec: optree.PyTreeSpec | None, count: int) -> list[Path]:
+    """Return where each leaf is among the arguments."""
+    return [(0, index) for index in range(count)] if spec is None else spec.paths()
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,9 +117,9 @@ def _part(backend: Backend, leaf: Any, path: Path, options: Options, names: Sequ
         shape = backend.shape(leaf.value)
         return _Part(leaf.value, shape, rows=shape[0] if shape else len(leaf.value))
     shape = backend.shape(leaf)
-    if isinstance(leaf, Iterator):
+    if shape is None and isinstance(leaf, Iterator):
         return _Part(leaf, None, fault="an iterator")
-    words = _words(path, names)
+    words = _words(path, names) if shape else set()
     if not shape or not words.isdisjoint(options.broadcast):
         return _Part(leaf, shape)
     axis = (
