@@ -43,7 +43,7 @@ class Kit(ABC):
 
     @abstractmethod
     def two_inputs(self):
-        """A model from `{"a": (B, 4), "b": (B, 3)}` to `{"sum": (B, 2), "pair": [(B, 2), (B, 2)]}`."""
+        """A model from `{"a": (B, 4), "b": (B, 3)}` to `{"product": (B, 2), "pair": [(B, 2), (B, 2)]}`."""
 
     @abstractmethod
     def failing(self, rank):
@@ -116,8 +116,8 @@ class KerasKit(Kit):
         b = keras.Input((3,), dtype="float64", name="b")
         left = keras.layers.Dense(2, dtype="float64", name="left")(a)
         right = keras.layers.Dense(2, dtype="float64", name="right")(b)
-        total = keras.layers.Add(dtype="float64")([left, right])
-        return self._load(keras.Model({"a": a, "b": b}, {"sum": total, "pair": [left, right]}))
+        product = keras.layers.Multiply(dtype="float64")([left, right])
+        return self._load(keras.Model({"a": a, "b": b}, {"product": product, "pair": [left, right]}))
 
     def failing(self, rank):
         import keras
@@ -221,7 +221,7 @@ class TorchKit(Kit):
 
             def forward(self, inputs):
                 left, right = self.left(inputs["a"]), self.right(inputs["b"])
-                return {"sum": left + right, "pair": [left, right]}
+                return {"product": left * right, "pair": [left, right]}
 
         return Two().eval()
 

@@ -113,7 +113,7 @@ def test_line_4_several_inputs_and_outputs(backend, replicas):
         inputs = {"a": numbers(batch, 4), "b": numbers(batch, 3, seed=1)}
         output = backend.call(parallel, inputs)
         assert type(output) is dict
-        assert set(output) == {"sum", "pair"}
+        assert set(output) == {"product", "pair"}
         assert type(output["pair"]) is list
         assert_same(output, backend.call(model, inputs))
 
