@@ -6,6 +6,7 @@ Exit codes: 0 all agree, 1 a mismatch, 2 wrong use, with one line on standard er
 from __future__ import annotations
 
 import json
+import logging
 import os
 import sys
 import tempfile
@@ -117,7 +118,8 @@ def devices() -> int:
         rows = [
             _describe(name) for name in reversed(names)
         ]  # torch first: it must be loaded before TensorFlow
-    console().print(devices_table(rows))
+    table = devices_table(rows)
+    console(table).print(table)
     return 0
 
 
@@ -127,6 +129,9 @@ def _quiet_start() -> Generator[None, None, None]:
 
     TensorFlow 2.21 logs from C++ before it has read TF_CPP_MIN_LOG_LEVEL.
     """
+    logging.getLogger("tensorflow").setLevel(
+        logging.ERROR
+    )  # else it remarks on tracing anew for each batch size
     sys.stderr.flush()
     screen = os.dup(2)
     with tempfile.TemporaryFile() as held:
@@ -144,7 +149,18 @@ def _quiet_start() -> Generator[None, None, None]:
 
 def _describe(name: str) -> tuple[str, str, str, str]:
     found = ", ".join(map(str, get_backend(name).devices()))
-    return name, metadata.version(name), found, f"{os.cpu_count()} cores"
+    engine = sys.modules[name].config.backend() if name == "keras" else name
+    version = metadata.version(name) + (f" on {engine} {metadata.version(engine)}" if engine != name else "")
+    return name, version, found, str(_threads(engine))
+
+
+def _threads(engine: str) -> int:
+    """Threads that one operation may use on the CPU."""
+    module = sys.modules[engine]
+    if engine == "torch":
+        return int(module.get_num_threads())
+    chosen = module.config.threading.get_intra_op_parallelism_threads() if engine == "tensorflow" else 0
+    return int(chosen or os.cpu_count() or 1)  # 0: as many as there are cores
 
 
 def _numbers(text: str, option: str, least: int) -> list[int]:

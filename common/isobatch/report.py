@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from itertools import groupby
 
+from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -16,13 +17,11 @@ from isobatch.parity import Case, Report
 
 __all__ = ["console", "devices_table", "print_report", "progress_bar"]
 
-_PIPE_WIDTH = 132  # a table that is not on a terminal need not wrap
 
-
-def console() -> Console:
-    """Return where to print; wide enough for the tables when it is no terminal."""
-    found = Console()
-    return found if found.is_terminal else Console(width=max(found.width, _PIPE_WIDTH))
+def console(table: Table) -> Console:
+    """Return where to print a table: never narrower than it is, for a terminal can wrap lines but not bring lost columns back."""
+    natural = Console(width=1000).measure(table).maximum
+    return Console(width=max(Console().width, natural))
 
 
 @contextmanager
@@ -49,13 +48,16 @@ def print_report(report: Report) -> None:
     Args:
         report: From `isobatch.parity.run`.
     """
-    out = console()
+    table = _cases_table(report.cases)
+    out = console(table)
     out.print(f"Data: {report.data}; seed {report.seed}.")
-    out.print(_cases_table(report.cases))
-    units = ", ".join(f"{gap:.1e} in {precision}" for precision, gap in report.allowed.items())
+    out.print(table)
+    allowed = " and ".join(f"{gap:.0e} in {precision}" for precision, gap in report.allowed.items())
     out.print(
-        f"Gaps are greatest differences of logits, divided by the greatest logit. Allowed: {units}: the rounding of the "
-        f"{report.terms} terms added up on the way through the network, on both sides (2 x {report.terms} x eps)."
+        "Greatest differences of logits, divided by the greatest logit. K-T: Keras and torch; P-S: parallel and single, in either; "
+        f"own error: float32 against float64; ms: best of five, KP and TP in parallel. "
+        f"Allowed: {allowed}, which is 2 x {report.terms} x eps: the rounding of the "
+        f"{report.terms} terms added up on the way through the network, on both sides."
     )
     accuracy = ", ".join(f"{name} {share:.4f}" for name, share in report.accuracy.items())
     out.print(f"Test accuracy: {accuracy}.")
@@ -95,15 +97,20 @@ def devices_table(rows: Iterable[Sequence[str]]) -> Table:
 
 
 def _cases_table(cases: Sequence[Case]) -> Table:
-    table = Table(title="Keras and torch, alone and data-parallel, on the same rows", title_justify="left")
-    for heading in ("rows", "replicas", "rows each"):
+    table = Table(
+        box=box.SIMPLE_HEAD,
+        padding=(0, 0, 0, 1),
+        pad_edge=False,
+        title="Keras and torch, alone and data-parallel, on the same rows",
+        title_justify="left",
+    )
+    headings = (
+        *("\nrows", "repli-\ncas", "rows\neach"),
+        *("float64\nK-T", "\nP-S", "float32\nK-T", "\nP-S", "own\nK", "error\nT"),
+        *("ms\nK", "\nKP", "\nT", "\nTP", ""),
+    )
+    for heading in headings:
         table.add_column(heading, justify="right", no_wrap=True)
-    for precision in ("float64", "float32"):
-        table.add_column(f"{precision}\nKeras-torch", justify="right")
-        table.add_column(f"{precision}\nparallel-single", justify="right")
-    table.add_column("float32 rounding\nKeras / torch", justify="right")
-    table.add_column("ms: Keras, parallel\ntorch, parallel", justify="right")
-    table.add_column("verdict")
     for _, group in groupby(cases, key=lambda case: case.batch):
         for case in group:
             table.add_row(*_cells(case))
@@ -112,7 +119,7 @@ def _cases_table(cases: Sequence[Case]) -> Table:
 
 
 def _cells(case: Case) -> list[str | Text]:
-    gaps = []
+    gaps: list[str] = []
     for precision in ("float64", "float32"):
         checks = case.checks[precision]
         gaps += [
@@ -120,21 +127,16 @@ def _cells(case: Case) -> list[str | Text]:
             _gap(max(checks["keras"].scaled, checks["torch"].scaled)),
         ]
     return [
-        str(case.batch),
-        str(case.replicas),
-        " ".join(map(str, case.sizes)),
+        *(str(case.batch), str(case.replicas), " ".join(map(str, case.sizes))),
         *gaps,
-        " / ".join(_gap(case.rounding[name]) for name in ("keras", "torch")),
-        _times(case.milliseconds),
+        *(_gap(case.rounding[name]) for name in ("keras", "torch")),
+        *(
+            f"{case.milliseconds[name]:.1f}"
+            for name in ("keras", "keras parallel", "torch", "torch parallel")
+        ),
         Text("PASS", "green") if case.passed else Text("FAIL", "bold red"),
     ]
 
 
 def _gap(value: float) -> str:
-    return "0" if value == 0 else f"{value:.1e}"
-
-
-def _times(milliseconds: Mapping[str, float]) -> str:
-    return " ".join(
-        f"{milliseconds[name]:.1f}" for name in ("keras", "keras parallel", "torch", "torch parallel")
-    )
+    return "0" if value == 0 else f"{value:.0e}"
