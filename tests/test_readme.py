@@ -33,7 +33,9 @@ def test_every_block_of_code_in_the_readme_is_run():
 
 
 def test_the_commands_in_the_documents_are_targets():
-    targets = set(re.findall(r"^([a-z-]+):.*## ", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+    targets = set(
+        re.findall(r"^([a-z-]+):.*## ", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
+    )
     for document in (README, (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")):
         asked = set(re.findall(r"^\s*make ([a-z-]+)", document, re.MULTILINE))
         assert asked
@@ -42,7 +44,9 @@ def test_the_commands_in_the_documents_are_targets():
 
 def test_links_between_the_documents_lead_somewhere():
     for document in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]:
-        for target, anchor in re.findall(r"\]\((?!https?:)([^)#]*)(?:#([^)]*))?\)", document.read_text(encoding="utf-8")):
+        for target, anchor in re.findall(
+            r"\]\((?!https?:)([^)#]*)(?:#([^)]*))?\)", document.read_text(encoding="utf-8")
+        ):
             path = (document.parent / target) if target else document
             assert path.exists(), f"{document.name} links to {target}"
             headings = re.findall(r"^#+ (.+)$", path.read_text(encoding="utf-8"), re.MULTILINE)
