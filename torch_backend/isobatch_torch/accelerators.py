@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, SupportsIndex
 
 import torch
 
-from isobatch.devices import Device
+from isobatch.devices import Device, DeviceRequest, resolve_devices
 
-__all__ = ["current", "memory", "same_memory", "visible"]
+__all__ = ["KIND", "current", "memory", "one_device", "same_memory", "visible"]
 
 
 def visible() -> tuple[Device, ...]:
@@ -22,18 +22,37 @@ def visible() -> tuple[Device, ...]:
     >>> visible()[-1]
     Device(kind='cpu', index=0)
     """
-    kind = accelerator()
-    count = 0 if kind is None else torch.get_device_module(kind).device_count()
-    return (*(Device("gpu" if kind == "cuda" else str(kind), index) for index in range(count)), Device("cpu"))
+    if KIND is None:
+        return (Device("cpu"),)
+    count = torch.get_device_module(KIND).device_count()
+    return (*(Device("gpu" if KIND == "cuda" else KIND, index) for index in range(count)), Device("cpu"))
 
 
-def accelerator() -> str | None:
-    """Return torch's name for the kind of accelerator this process can use, `None` where there is none."""
-    for kind in ("cuda", "mps", "xpu", "mtia", torch._C._get_privateuse1_backend_name()):  # noqa: SLF001
-        module = getattr(torch, kind, None)
-        if module is not None and hasattr(module, "device_count") and module.is_available():
-            return kind
-    return None
+def one_device(request: DeviceRequest) -> Device:
+    """Return the one device that a request means; a number is a device's, not how many.
+
+    Args:
+        request: A device in any usual spelling, or an accelerator's number (a CPU device's where there is none).
+
+    Raises:
+        DeviceError: It is absent or cannot be understood.
+
+    >>> one_device("cpu")
+    Device(kind='cpu', index=0)
+    """
+    return resolve_devices([request] if isinstance(request, SupportsIndex) else request, visible())[0]
+
+
+def _kind() -> str | None:
+    # Asks how torch was built, not the driver: a driver that has been asked does not survive a fork.
+    if not hasattr(torch, "accelerator"):  # torch < 2.6
+        return "cuda" if torch.backends.cuda.is_built() else None
+    found = torch.accelerator.current_accelerator()
+    return None if found is None else found.type
+
+
+KIND = _kind()
+"""Torch's name for the kind of accelerator that this build of it can use, `None` for a build without."""
 
 
 def memory(device: Device) -> torch.device:

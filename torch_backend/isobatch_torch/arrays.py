@@ -181,9 +181,12 @@ def equal(a: Any, b: Any) -> bool:
         return False
     if isinstance(a, np.ndarray):
         return np.array_equal(a, b, equal_nan=a.dtype.kind in "fc")
+    return _equal_tensors(a, b.to(a.device))
+
+
+def _equal_tensors(a: torch.Tensor, b: torch.Tensor) -> bool:
     if a.is_nested:
         return all(map(equal, a.unbind(), b.unbind()))
-    b = b.to(a.device)
     if a.layout != torch.strided:
         return equal(a.to_dense(), b.to_dense())
     return torch.equal(a, b) or bool(((a == b) | ((a != a) & (b != b))).all())  # noqa: PLR0124 - only NaN differs from itself

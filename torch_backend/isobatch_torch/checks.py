@@ -7,6 +7,7 @@ from functools import partial
 from types import MethodType
 from typing import Any
 
+import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
@@ -35,6 +36,9 @@ def check_template(modules: Mapping[str, nn.Module]) -> None:
     isobatch.errors.ModelError: Expected a module that can be replicated, got
       template.layers[0]: a Linear that is not registered; use nn.ModuleList, nn.ModuleDict or an attribute of its own
     """
+    modules = {
+        path: module for path, module in modules.items() if not isinstance(module, torch.jit.ScriptModule)
+    }
     lines = [f"{_path(path)}: {problem}" for path, module in modules.items() for problem in _problems(module)]
     lines += [
         line
@@ -52,10 +56,7 @@ def _problems(module: nn.Module) -> Iterator[str]:
     contents = vars(module)
     if "forward" in contents:
         yield "its forward is set on the object, for this object; define it in the class"
-    if any(
-        is_lazy(tensor)
-        for tensor in (*contents.get("_parameters", {}).values(), *contents.get("_buffers", {}).values())
-    ):
+    if any(is_lazy(tensor) for tensor in (*contents["_parameters"].values(), *contents["_buffers"].values())):
         yield "uninitialized parameters; call the template once on a small batch before it is made parallel"
     if isinstance(module, nn.SyncBatchNorm) and module.training:
         yield (

@@ -13,7 +13,7 @@ from torch import nn
 from isobatch.backend import Options, Replica, Result, Shard, running
 from isobatch.devices import Device, DeviceRequest, resolve_devices
 from isobatch.errors import ModelError
-from isobatch_torch.accelerators import memory, visible
+from isobatch_torch.accelerators import memory, one_device, visible
 from isobatch_torch.backend import BACKEND
 from isobatch_torch.engine import Engine, Schedule, is_home, run_template
 
@@ -65,9 +65,8 @@ class DataParallel(nn.DataParallel[nn.Module]):
                 f"Expected a module that is not parallel yet, got {type(module).__name__}; pass its .module."
             )
             raise ModelError(msg)
-        found = visible()
-        devices = resolve_devices(device_ids, found)
-        output = devices[0] if output_device is None else resolve_devices(output_device, found)[0]
+        devices = resolve_devices(device_ids, visible())
+        output = devices[0] if output_device is None else one_device(output_device)
         training = module.training
         vars(self).update(module=module, devices=devices, dim=dim, _output=output, _engine=None)
         nn.Module.__init__(self)  # nn.DataParallel's own would want accelerators
@@ -211,16 +210,14 @@ class DataParallel(nn.DataParallel[nn.Module]):
         """Return the module's own state, under its own names."""
         return self.module.state_dict(*args, **kwargs)
 
-    def load_state_dict(
-        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
-    ) -> Any:  # noqa: FBT001, FBT002
+    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
         """Load state saved from the module, from this wrapper, or (with `module.` in its names) from `torch.nn.DataParallel`."""
         metadata = getattr(state_dict, "_metadata", None)
         state: Any = OrderedDict(state_dict)
         self._drop_prefix(state, "")
         if metadata is not None:
             state._metadata = OrderedDict((_stripped(f"{key}."), value) for key, value in metadata.items())  # noqa: SLF001
-        return self.module.load_state_dict(state, strict, assign)
+        return self.module.load_state_dict(state, *args, **kwargs)
 
     def _load_from_state_dict(self, state_dict: MutableMapping[str, Any], prefix: str, *args: Any) -> None:
         self._drop_prefix(state_dict, prefix)  # inside of a larger module that is being loaded

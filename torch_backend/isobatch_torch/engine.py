@@ -14,7 +14,7 @@ from torch import nn
 
 from isobatch.backend import Replica, Result, Shard, StatePolicy, running
 from isobatch.devices import Device
-from isobatch_torch.accelerators import current, memory, same_memory
+from isobatch_torch.accelerators import KIND, current, memory, same_memory
 from isobatch_torch.random import positions
 from isobatch_torch.replicas import Copies
 from isobatch_torch.state import Place, RunningState
@@ -84,27 +84,33 @@ class Engine:
         mode = (method, state, self.copies.modes)
         known = self.habits.get(mode)
         ranks = [shard.rank for shard in shards]
-        kept = RunningState(self.copies, ranks, state, known and known.live)
+        kept = RunningState(self.copies, ranks, state, known.live if known else None)
         calls = [
             kept.bind(position, bound_call(getattr(self.copies.root(shard.rank), method), shard))
             for position, shard in enumerate(shards)
         ]
-        confined = is_confined()
-        before = () if confined else positions(self.devices)
+        here = schedule == "sequential" or is_confined()
+        gap = known.gap(state) if known else None
+        before = positions(self.devices) if known is None or gap is not None else None
         try:
-            if confined or schedule == "sequential":
+            if here:
                 outcomes = run_here(calls)
             else:
                 threads = max(1, torch.get_num_threads() // len(self.devices))
-                outcomes = run_all(calls, ranks, ThreadState.capture(threads), known and known.gap(state))
+                outcomes = run_all(calls, ranks, ThreadState.capture(threads), gap)
+        except BaseException:
+            self.copies = Copies(
+                self.template, len(self.devices)
+            )  # workers may go on for a while with the old ones
+            raise
         finally:
             kept.take_back()
         check_outcomes(outcomes, shards)
         updated = kept.updated() | (known.live if known else frozenset())
         live = updated | kept.overwritten()
         kept.store([len(shard.rows or (None,)) for shard in shards], updated)
-        if not confined:
-            self.learn(mode, known, live, drew=positions(self.devices) != before, outcomes=outcomes)
+        drew = before is not None and before != positions(self.devices)
+        self.learn(mode, known, live, drew=drew, outcomes=outcomes)
         return [Result(shard, outcome.value) for shard, outcome in zip(shards, outcomes, strict=True)]
 
     def learn(
@@ -161,7 +167,12 @@ def is_home(module: nn.Module, device: Device) -> bool:
     Args:
         module: The template.
         device: Where the replica runs.
+
+    >>> is_home(nn.Linear(1, 1), Device("cpu", 1))
+    True
     """
+    if KIND is None:
+        return True
     tensor = next(chain(module.parameters(), module.buffers()), None)
     return tensor is None or same_memory(tensor, memory(device))
 
@@ -208,20 +219,29 @@ def bound_call(method: Callable[..., Any], shard: Shard) -> Callable[[], Any]:
 
 
 def check_outcomes(outcomes: Sequence[Outcome], shards: Sequence[Shard]) -> None:
-    """Raise the error of the lowest failing replica, if any."""
-    failed = next((position for position, outcome in enumerate(outcomes) if outcome.error is not None), None)
-    if failed is None:
-        return
-    error = outcomes[failed].error
-    notes = [f"in {shards[failed]}"]
-    if "more than 1 value per channel" in str(error):
-        rows = ", ".join(str(len(shard.rows or ())) for shard in shards)
-        notes.append(
-            f"The replicas got {rows} rows; min_rows=2 would use fewer replicas rather than give one a single row."
-        )
-    for note in notes:
-        add_note(error, note)
-    try:
-        raise error
-    finally:
-        del error, outcomes  # its traceback refers to this frame
+    """Raise the error of the lowest failing replica, if any.
+
+    Args:
+        outcomes: What came of the calls.
+        shards: What they were made with.
+
+    Raises:
+        BaseException: That error, with a note that says where it came from.
+    """
+    errors = [outcome.error for outcome in outcomes]
+    for outcome in outcomes:
+        outcome.error = None  # its traceback will refer to frames that refer to the outcomes
+    for error, shard in zip(errors, shards, strict=False):
+        if error is None:
+            continue
+        add_note(error, f"in {shard}")
+        if "more than 1 value per channel" in str(error):
+            rows = ", ".join(str(len(shard.rows or ())) for shard in shards)
+            add_note(
+                error,
+                f"The replicas got {rows} rows; min_rows=2 uses fewer replicas rather than give one a single row.",
+            )
+        try:
+            raise error
+        finally:
+            del error, errors

@@ -72,8 +72,10 @@ def _after(layer: nn.Module, _: Any, output: Any) -> None:
         return  # the call failed
     if isinstance(layer, _BatchNorm):
         count = output.numel() // len(mean)
-    else:  # the mean over instances of each one's statistics
-        count = 1 if output.dim() == layer._get_no_batch_dim() else len(output)  # type: ignore[operator] # noqa: SLF001
+    elif output.dim() == layer._get_no_batch_dim():  # type: ignore[operator] # noqa: SLF001
+        count = 1
+    else:  # the layer's statistics are the mean over its instances of each one's
+        count = len(output)
     calls.setdefault(layer, []).append(Statistics(count, mean, var))
 
 

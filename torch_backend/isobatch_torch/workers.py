@@ -21,7 +21,7 @@ import torch
 from torch.overrides import _get_current_function_mode_stack  # pyright: ignore[reportUnknownVariableType, reportPrivateUsage]
 from torch.utils._device import DeviceContext
 
-from isobatch_torch.accelerators import accelerator
+from isobatch_torch.accelerators import KIND
 
 __all__ = ["Outcome", "ThreadState", "is_confined", "run_all", "run_here"]
 
@@ -273,5 +273,5 @@ def _advance(floor: int) -> None:
 
 _counter: Callable[[], int] = torch._C._autograd._get_sequence_nr  # noqa: SLF001
 _SEED = torch.zeros((), requires_grad=True)  # making a view of it makes one node
-_AUTOCAST_KINDS = ("cpu", kind) if (kind := accelerator()) else ("cpu",)
+_AUTOCAST_KINDS = ("cpu",) if KIND is None else ("cpu", KIND)
 _POOL = _Pool()
