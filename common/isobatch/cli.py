@@ -81,7 +81,7 @@ def parity(
     from isobatch.parity import run
     from isobatch.report import print_report, progress_bar
 
-    counts, batches = _numbers(replicas, "--replicas", 1), _numbers(batch_sizes, "--batch-sizes", 0)
+    counts, batches = _numbers(replicas, "--replicas"), _numbers(batch_sizes, "--batch-sizes")
     if not 0 <= seed < 2**32:
         msg = f"Expected --seed from 0 to 4294967295, got {seed}."
         raise _WrongUseError(msg)
@@ -163,13 +163,13 @@ def _threads(engine: str) -> int:
     return int(chosen or os.cpu_count() or 1)  # 0: as many as there are cores
 
 
-def _numbers(text: str, option: str, least: int) -> list[int]:
+def _numbers(text: str, option: str) -> list[int]:
     try:
         numbers = [int(part) for part in text.split(",")]
     except ValueError:
         numbers = []
-    if not numbers or min(numbers) < least:
-        msg = f"Expected {option} to be whole numbers of {least} or more, separated by commas, got {text!r}."
+    if not numbers or min(numbers) < 1:
+        msg = f"Expected {option} to be whole numbers of 1 or more, separated by commas, got {text!r}."
         raise _WrongUseError(msg)
     return numbers
 

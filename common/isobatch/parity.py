@@ -119,7 +119,7 @@ def run(
     Args:
         images: What to train and to compare on.
         replicas: Numbers of replicas, each 1 or more.
-        batches: Numbers of rows, each at most the number of test images.
+        batches: Numbers of rows, each from 1 to the number of test images.
         seed: For the first weights and the order of rows.
         epochs: How often the training images are seen.
         progress: Told what is being done.
@@ -286,8 +286,8 @@ def _check_request(replicas: Sequence[int], batches: Sequence[int], rows: int) -
     if not replicas or min(replicas) < 1:
         msg = f"Expected numbers of replicas of 1 or more, got {list(replicas)}."
         raise ValueError(msg)
-    if not batches or min(batches) < 0 or max(batches) > rows:
-        msg = f"Expected batch sizes from 0 to {rows}, the number of test images, got {list(batches)}."
+    if not batches or min(batches) < 1 or max(batches) > rows:
+        msg = f"Expected batch sizes from 1 to {rows}, the number of test images, got {list(batches)}."
         raise ValueError(msg)
 
 
