@@ -19,7 +19,7 @@ from isobatch_keras.replica import idle, run
 from isobatch_keras.state import Outcome, settle
 from isobatch_keras.template import functional_of, norms_of
 
-__all__ = ["Merge", "Replica", "count_rows", "no_mask", "slice_rows", "span"]
+__all__ = ["Merge", "Replica", "count_rows", "no_mask", "share", "slice_rows"]
 
 
 def span(rows: Any, replicas: int, rank: int, policy: Policy, min_rows: int) -> tuple[Any, Any]:
@@ -64,6 +64,24 @@ def slice_rows(x: Any, rank: int, replicas: int, policy: Policy, min_rows: int, 
         start = keras.ops.where(stop > start, start, 0)
         stop = keras.ops.maximum(stop, start + 1)
     return take(x, start, stop, axis)
+
+
+def share(rows: Any, rank: int, replicas: int, options: Options) -> tuple[Any, range | None]:
+    """Return how many rows a replica gets, and which, if that is known before a graph runs.
+
+    Args:
+        rows: Of the whole batch; `None` when there is nothing to split, which counts as one row for the first replica.
+        rank: The replica.
+        replicas: How many there are.
+        options: The policy.
+
+    >>> share(7, 1, 4, Options())
+    (2, range(2, 4))
+    """
+    if rows is None:
+        return int(rank == 0), None
+    start, stop = span(rows, replicas, rank, options.policy, options.min_rows)
+    return stop - start, None if is_traced(rows) else range(start, stop)
 
 
 @keras.saving.register_keras_serializable("isobatch")
@@ -139,21 +157,12 @@ class Replica(keras.layers.Layer):
             rows: Rows of the whole batch; `None` when nothing was split.
             previous: What the replica of the rank before left behind.
         """
-        if rows is None:
-            shard, size = Shard(self.rank, self.device, None, 0, (inputs,), {}), 1
-            return run(self.template, shard, size, previous, self.options.state) if self.rank == 0 else self._idle(0, previous)
-        start, stop = span(rows, self.replicas, self.rank, self.options.policy, self.options.min_rows)
-        size = stop - start
-        if is_traced(size):
-            shard = Shard(self.rank, self.device, None, 0, (inputs,), {})
-        elif size or (rows == 0 and self.rank == 0):
-            shard = Shard(self.rank, self.device, range(start, stop), rows, (inputs,), {})
-        else:
-            return self._idle(rows, previous)
+        size, bounds = share(rows, self.rank, self.replicas, self.options)
+        known = bounds is not None or rows is None
+        shard = Shard(self.rank, self.device, bounds, rows if bounds is not None else 0, (inputs,), {})
+        if known and not size and (rows != 0 or self.rank):
+            return idle(shard, previous)
         return run(self.template, shard, size, previous, self.options.state)
-
-    def _idle(self, rows: int, previous: Outcome | None) -> Outcome:
-        return idle(Shard(self.rank, self.device, range(0), rows, (), {}), previous)
 
     def get_config(self) -> dict[str, Any]:
         """Refuse to be cloned: a replica belongs to its model.

@@ -2,28 +2,24 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from functools import partial
+from types import MethodType
+from typing import TYPE_CHECKING, Any
 
 import keras
 
-from isobatch.backend import Options
 from isobatch.devices import Device
+from isobatch_keras.calling import Setup, call_parallel
 
-__all__ = ["Mirror", "Setup", "adopt_compilation"]
+__all__ = ["Mirror", "adopt_compilation"]
+
+_STEPS = ("train_step", "test_step", "predict_step", "compute_loss", "compute_metrics")
+"""What a class of models may do its own way in `fit`; done its way here too."""
 
 if TYPE_CHECKING:
     _Base = keras.Model
 else:
     _Base = object
-
-
-class Setup(NamedTuple):
-    """What a parallel model was made from."""
-
-    template: keras.Model
-    devices: tuple[Device, ...]
-    options: Options
-    output_device: Device
 
 
 class Mirror(_Base):
@@ -34,17 +30,21 @@ class Mirror(_Base):
     the compile settings and the optimizer of the parallel model, and every way of loading weights reads the template's files.
     """
 
-    def mirror(self, template: keras.Model, *rest: Any) -> None:
+    def mirror(self, setup: Setup) -> None:
         """Start to look like a template.
 
         Args:
-            template: The model.
-            rest: The other fields of a `Setup`.
+            setup: The template, and how it is made parallel.
         """
+        template = setup.template
         self.dtype_policy = template.dtype_policy
+        for name in _STEPS:
+            own = getattr(type(template), name)
+            if own is not getattr(keras.Model, name):
+                self.__dict__[name] = MethodType(own, self)
         self.supports_jit = False
         # A named tuple behind Keras's back: as a tracked attribute the template would be saved a second time.
-        self.__dict__["__setup"] = Setup(template, *rest)
+        self.__dict__["__setup"] = setup
 
     @property
     def template(self) -> keras.Model:
@@ -76,7 +76,7 @@ class Mirror(_Base):
 
     def __dir__(self) -> list[str]:
         # Keras saves what is found here: not the graph of replicas, and the template not twice.
-        return sorted({*super().__dir__(), *dir(self.template)} - {"_operations_by_depth", "template"})
+        return sorted({*super().__dir__(), *dir(self.template)} - {"_operations_by_depth", "_replicated", "template"})
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} of {self.template!r} on {', '.join(map(str, self.devices))}>"
@@ -88,6 +88,20 @@ class Mirror(_Base):
     def get_build_config(self) -> dict[str, Any] | None:
         """Return the template's build configuration."""
         return self.template.get_build_config()
+
+    def call_method(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        """Call a method of the template in parallel, as calling the model does.
+
+        Args:
+            name: Of a method that takes and returns rows.
+            args: Its arguments; arrays are split.
+            kwargs: Its keyword arguments.
+
+        Returns:
+            What the method would return for the whole batch.
+        """
+        method = getattr(self.template, name)
+        return call_parallel(method, args, kwargs, self._mirrored, partial(keras.layers.Layer.add_loss, self))
 
     def export(self, *args: Any, **kwargs: Any) -> Any:
         """Export the template, which computes the same on one device; takes what `keras.Model.export` takes."""

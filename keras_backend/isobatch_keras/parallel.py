@@ -6,8 +6,10 @@ import keras
 
 from isobatch.backend import Options
 from isobatch.devices import Device
-from isobatch_keras.template import check
-from isobatch_keras.wrapper import Parallel
+from isobatch.errors import ModelError
+from isobatch_keras.mirror import Mirror
+from isobatch_keras.template import check, functional_of
+from isobatch_keras.wrapper import Parallel, ParallelCall
 
 __all__ = ["parallelize"]
 
@@ -28,5 +30,9 @@ def parallelize(
         ValueError: An option is unknown or does not fit the number of devices.
     """
     options.check(len(devices))
+    if issubclass(type(model), Mirror):  # not isinstance: a parallel model says it is of its template's class
+        msg = f"Expected a model that is not parallel yet, got {model!r}; make its `template` parallel instead."
+        raise ModelError(msg)
     check(model, options)
-    return Parallel(model, devices, options, output_device)
+    cls = ParallelCall if functional_of(model) is None else Parallel
+    return cls(model, devices, options, output_device)

@@ -55,7 +55,7 @@ def check(model: keras.Model, options: Options) -> None:
         options: Which inputs are split.
 
     Raises:
-        ModelError: It is parallel already, not built, stateful, or has an input of fixed batch size or that cannot be sliced.
+        ModelError: It is not built, stateful, or has an input of fixed batch size or that cannot be sliced.
     """
     functional = functional_of(model)
     if not model.built or (functional is None and isinstance(model, keras.Sequential)):

@@ -1,0 +1,200 @@
+"""What a Keras model computes in float64, layer by layer.
+
+Each layer is rebuilt from its configuration with every float type in it rewritten, and given the layer's weights; then every
+float variable and output is checked. `keras.models.clone_model` would leave nested models and cells in float32 without a word.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Generator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import keras
+import numpy as np
+
+from isobatch.errors import IsobatchError
+from isobatch.spec import Spec
+from isobatch_keras.spec.rules import find_rule
+from isobatch_keras.spec.walk import Call, Ref, walk
+
+__all__ = ["Record", "Refusal", "record"]
+
+
+class Refusal(IsobatchError, ValueError):
+    """A layer cannot be run in float64; the message names it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """A float64 run.
+
+    Args:
+        spec: The model's spec.
+        values: What each reference stood for.
+        outputs: References of the outputs, flat.
+    """
+
+    spec: Spec
+    values: Mapping[str, np.ndarray[Any, Any]]
+
+
+def record(model: Any, batch: Any, factory: Callable[[], Any] | None = None) -> Record:
+    """Run a Keras model in float64 and keep what each of its layers returns.
+
+    Args:
+        model: A functional or sequential model.
+        batch: Numpy arrays as the model is given them; floats of any precision.
+        factory: Builds the model, for one with layers that cannot be rebuilt from their configuration: it is called while
+            Keras's default type is float64, and given the model's weights.
+
+    Returns:
+        The spec, and the arrays by reference.
+
+    Raises:
+        Refusal: A layer cannot be rebuilt in float64.
+    """
+    found, spec = walk(model, find_rule)
+    copies: dict[int, Any] = {}
+    values = _inputs(spec, batch)
+    with _float64():
+        calls = found.calls if factory is None else _from_factory(factory, model, spec)
+        for call in calls:
+            if factory is not None:
+                copies[id(call.operation)] = call.operation
+            _repeat(call, values, copies)
+    return Record(spec, {ref: np.asarray(keras.ops.convert_to_numpy(value)) for ref, value in values.items()})
+
+
+def _inputs(spec: Spec, batch: Any) -> dict[str, Any]:
+    arrays = spec.bind(batch)
+    dtypes = {one.name: "float64" if "float" in one.dtype else one.dtype for one in spec.inputs}
+    return {name: keras.ops.convert_to_tensor(arrays[name], dtype) for name, dtype in dtypes.items()}
+
+
+def _repeat(call: Call, values: dict[str, Any], copies: dict[int, Any]) -> None:
+    """Run one layer in float64 on what the layers before it returned."""
+    given = keras.tree.flatten((call.args, dict(call.kwargs)))
+    if any(isinstance(one, Ref) and one not in values for one in given):
+        return  # inside a layer that is run as a whole
+    try:
+        if id(call.operation) not in copies:
+            copies[id(call.operation)] = _copy(call)
+        operation = copies[id(call.operation)]
+        args, kwargs = _filled((call.args, dict(call.kwargs)), values)
+        outputs = keras.tree.flatten(operation(*args, **kwargs))
+        _match_weights(call, operation)
+    except Refusal:
+        raise
+    except Exception as error:
+        msg = f"{call.path}: {type(call.operation).__name__} does not run in float64: {error}"
+        raise Refusal(msg) from error
+    for ref, output in zip(call.outputs, outputs, strict=True):
+        if "float" in keras.backend.standardize_dtype(output.dtype) and "float" in ref.dtype:
+            _expect_float64(call, output.dtype, "returns")
+        values[ref] = output
+
+
+def _filled(nest: Any, values: Mapping[str, Any]) -> Any:
+    return keras.tree.map_structure(lambda one: values[one] if isinstance(one, Ref) else one, nest)
+
+
+def _copy(call: Call) -> Any:
+    """A layer or operation of float64 with the same weights."""
+    try:
+        config = keras.saving.serialize_keras_object(call.operation)
+        copy = keras.saving.deserialize_keras_object(_rewritten(config))
+    except Exception as error:
+        msg = f"{call.path}: {type(call.operation).__name__} cannot be rebuilt from its configuration: {error}"
+        raise Refusal(msg) from error
+    if isinstance(copy, keras.layers.Layer) and not copy.built and call.operation.weights:
+        shapes = call.operation.get_build_config() or {}
+        copy.build_from_config(shapes)
+    if isinstance(copy, keras.layers.Layer) and copy.built:
+        _load(call, copy)
+    return copy
+
+
+def _load(call: Call, copy: Any) -> None:
+    source = call.operation.variables
+    if len(source) != len(copy.variables):
+        msg = f"{call.path}: {type(copy).__name__} has {len(copy.variables)} variables when rebuilt, and {len(source)} before"
+        raise Refusal(msg)
+    for old, new in zip(source, copy.variables, strict=True):
+        new.assign(keras.ops.cast(old, new.dtype))
+        if "float" in new.dtype:
+            _expect_float64(call, new.dtype, f"keeps {new.name!r} as")
+
+
+def _match_weights(call: Call, copy: Any) -> None:
+    """A copy that made its weights only when it ran has the wrong ones."""
+    if isinstance(copy, keras.layers.Layer):
+        for old, new in zip(call.operation.variables, copy.variables, strict=True):
+            if "float" in new.dtype and not np.array_equal(
+                keras.ops.convert_to_numpy(old).astype("float64"), keras.ops.convert_to_numpy(new)
+            ):
+                msg = f"{call.path}: {type(copy).__name__} made {new.name!r} anew when it ran"
+                raise Refusal(msg)
+
+
+def _expect_float64(call: Call, dtype: Any, verb: str) -> None:
+    if keras.backend.standardize_dtype(dtype) != "float64":
+        msg = f"{call.path}: {type(call.operation).__name__} {verb} {keras.backend.standardize_dtype(dtype)} when rebuilt in float64"
+        raise Refusal(msg)
+
+
+def _rewritten(config: Any) -> Any:
+    """A configuration with every float type and type policy in it made float64."""
+    if isinstance(config, Mapping):
+        if config.get("class_name") in {"DTypePolicy", "FloatDTypePolicy"}:
+            name = str(config.get("config", {}).get("name", "float64"))
+            return {**config, "config": {"name": "float64" if "float" in name else name}}
+        return {
+            key: "float64" if _is_float_type(key, value) else _rewritten(value) for key, value in config.items()
+        }
+    return [_rewritten(value) for value in config] if isinstance(config, list | tuple) else config
+
+
+def _is_float_type(key: str, value: Any) -> bool:
+    return "dtype" in key and isinstance(value, str) and "float" in value
+
+
+@contextlib.contextmanager
+def _float64() -> Generator[None, None, None]:
+    """Make float64 Keras's default type for the length of a block."""
+    floatx, policy = keras.config.floatx(), keras.config.dtype_policy()
+    keras.config.set_floatx("float64")
+    keras.config.set_dtype_policy("float64")
+    try:
+        yield
+    finally:
+        keras.config.set_floatx(floatx)
+        keras.config.set_dtype_policy(policy)
+
+
+def _from_factory(factory: Callable[[], Any], model: Any, spec: Spec) -> list[Call]:
+    copy = factory()
+    found, other = walk(copy, find_rule)
+    if [node.operation for node in other.nodes] != [node.operation for node in spec.nodes]:
+        msg = f"{model.name}: the factory builds another network"
+        raise Refusal(msg)
+    for old, new in zip(model.variables, copy.variables, strict=True):
+        new.assign(keras.ops.cast(old, new.dtype))
+    renamed = {str(a): str(b) for a, b in zip(_names(other), _names(spec), strict=True)}
+    return [_renamed(call, renamed) for call in found.calls]
+
+
+def _names(spec: Spec) -> list[str]:
+    return [*(one.name for one in spec.inputs), *(node.name for node in spec.nodes)]
+
+
+def _renamed(call: Call, names: Mapping[str, str]) -> Call:
+    def new(ref: Any) -> Any:
+        if not isinstance(ref, Ref):
+            return ref
+        name, colon, output = ref.partition(":")
+        return Ref(f"{names.get(name, name)}{colon}{output}", ref.shape, ref.dtype)
+
+    args, kwargs, outputs = keras.tree.map_structure(new, (call.args, dict(call.kwargs), list(call.outputs)))
+    return Call(call.path, call.operation, args, kwargs, tuple(outputs))
