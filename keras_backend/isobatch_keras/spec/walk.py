@@ -327,7 +327,7 @@ def walk(model: Any, find_rule: Callable[[Any], Rule | None]) -> tuple[Walk, Spe
         raise ModelError(msg)
     found = Walk(find_rule)
     inputs = [
-        Input(found.fresh(tensor.name), tuple(tensor.shape[1:]), str(tensor.dtype)) for tensor in functional.inputs
+        Input(found.fresh(_input_name(tensor)), tuple(tensor.shape[1:]), str(tensor.dtype)) for tensor in functional.inputs
     ]
     values = [
         _Value(Ref(one.name, tensor.shape, one.dtype)) for one, tensor in zip(inputs, functional.inputs, strict=True)
@@ -417,3 +417,8 @@ def _map_values(function: Callable[[_Value], Any], nest: Any) -> Any:
 
 def _has_values(nest: Any) -> bool:
     return any(isinstance(one, _Value) for one in keras.tree.flatten(nest))
+
+
+def _input_name(tensor: Any) -> str:
+    """The name of the layer the input came from: the tensor's own is a number if the user gave none."""
+    return str(tensor._keras_history.operation.name).replace(".", "_").replace(":", "_")  # noqa: SLF001
