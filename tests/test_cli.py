@@ -38,7 +38,8 @@ GOOD = {"x": np.random.default_rng(0).random((60, 6, 6)), "y": np.arange(60) % 3
         (["--seed", "-1"], "--seed from 0 to"),
         (["--seed", "x"], "--seed"),
         (["--data", "absent.npz"], "absent.npz"),
-        (["--json", "absent/report.json"], "--json in a folder that exists"),
+        (["--json", "absent/report.json"], "--json to be a file in a folder that exists"),
+        (["--json", "."], "--json to be a file"),
         (["--unknown"], "--unknown"),
         (["extra"], "extra"),
     ],
@@ -65,7 +66,8 @@ def test_wrong_use_is_one_line_and_exit_code_2(arguments, message, capfd):
         ),
         ({**GOOD, "y": GOOD["y"][:-1]}, r"one integer class for each image in y, got int64 \(59,\)"),
         ({**GOOD, "y": GOOD["y"] * 1.0}, "got float64"),
-        ({**GOOD, "y": GOOD["y"] - 1}, "classes of 0 or more .* got -1"),
+        ({**GOOD, "y": GOOD["y"] - 1}, "classes from 0, fewer than images, .* got -1 to 1"),
+        ({**GOOD, "y": GOOD["y"] * 10**9}, "got 0 to 2000000000"),
         ({"x": GOOD["x"][:5], "y": GOOD["y"][:5]}, "at least 10 images, got 5"),
         ({"x": np.float64(1), "y": GOOD["y"]}, r"got \(\)"),
     ],
@@ -171,6 +173,28 @@ def test_a_wrong_network_fails_with_exit_code_1_and_says_where(tmp_path):
     assert done.returncode == 1, done.stdout + done.stderr
     assert "FAIL 5 rows, 2 replicas, float64, keras-torch" in done.stdout
     assert "FAIL 0 of 1 cases agree." in done.stdout
+
+
+@pytest.mark.slow
+def test_training_that_diverges_is_one_line(tmp_path):
+    data = archive(tmp_path, x=GOOD["x"] * 1e37, y=GOOD["y"])
+    done = run("parity", "--data", data, "--replicas", "1", "--batch-sizes", "5")
+    assert done.returncode == 2
+    assert "training on" in done.stderr
+    assert "diverged. Scale them" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_report_is_json_even_where_a_gap_has_no_number():
+    from isobatch.compare import compare
+    from isobatch.parity import Case, Report
+
+    fault = compare(np.zeros(2), np.zeros(3), allowed=1e-6)
+    case = Case(2, 3, (2, 1), {"float64": {"keras": fault}}, {"keras": 0.0}, {"keras": 1.0})
+    report = Report("data", [case], {"float64": 1e-6}, 10, {"keras": 1.0}, 1.0, 0, {})
+    assert not report.passed
+    found = json.loads(json.dumps(report.as_dict(), allow_nan=False))
+    assert found["cases"][0]["checks"]["float64"]["keras"]["scaled"] is None
 
 
 @pytest.mark.slow

@@ -85,8 +85,8 @@ def parity(
     if not 0 <= seed < 2**32:
         msg = f"Expected --seed from 0 to 4294967295, got {seed}."
         raise _WrongUseError(msg)
-    if json_file is not None and not json_file.parent.is_dir():
-        msg = f"Expected --json in a folder that exists, got {str(json_file)!r}."
+    if json_file is not None and (json_file.is_dir() or not json_file.parent.is_dir()):
+        msg = f"Expected --json to be a file in a folder that exists, got {str(json_file)!r}."
         raise _WrongUseError(msg)
     images = load_digits(seed) if data is None else load_images(data, seed)
     if max(batches) > len(images.test):
@@ -99,7 +99,7 @@ def parity(
         report = run(images, counts, batches, seed=seed, progress=progress)
     print_report(report)
     if json_file is not None:
-        json_file.write_text(json.dumps(report.as_dict(), indent=2) + "\n", encoding="utf-8")
+        json_file.write_text(json.dumps(report.as_dict(), indent=2, allow_nan=False) + "\n", encoding="utf-8")
     return 0 if report.passed else 1
 
 

@@ -127,8 +127,8 @@ def _check(x: np.ndarray[Any, Any], y: np.ndarray[Any, Any], path: str) -> None:
     if len(bad):
         msg = f"Expected finite numbers in x of {path!r}, got {x[tuple(bad[0])]} at {bad[0].tolist()} ({len(bad)} such values)."
         raise DataError(msg)
-    if y.min() < 0:
-        msg = f"Expected classes of 0 or more in y of {path!r}, got {y.min()}."
+    if y.min() < 0 or y.max() >= len(y):
+        msg = f"Expected classes from 0, fewer than images, in y of {path!r}, got {y.min()} to {y.max()}."
         raise DataError(msg)
 
 

@@ -7,6 +7,7 @@ framework's own rounding error.
 from __future__ import annotations
 
 import importlib
+import math
 import platform
 import sys
 import time
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from isobatch.compare import Comparison, compare
 from isobatch.digits import Images
+from isobatch.errors import DataError
 from isobatch.registry import get_backend
 from isobatch.rows import split_sizes
 
@@ -100,9 +102,9 @@ class Report:
         return all(case.passed for case in self.cases) and len(set(self.accuracy.values())) == 1
 
     def as_dict(self) -> dict[str, Any]:
-        """Return everything in plain containers, as it goes into JSON."""
+        """Return everything in plain containers, as it goes into JSON; a gap without a number is `None`."""
         cases = [{**asdict(case), "passed": case.passed} for case in self.cases]
-        return {**asdict(self), "passed": self.passed, "cases": cases}
+        return _finite({**asdict(self), "passed": self.passed, "cases": cases})
 
 
 def run(
@@ -129,6 +131,7 @@ def run(
 
     Raises:
         BackendError: Keras or torch is not installed.
+        DataError: Training diverged.
         ValueError: `replicas` or `batches` is empty or out of range.
     """
     began = time.perf_counter()
@@ -146,6 +149,9 @@ def run(
             f"training, epoch {epoch} of {epochs}", _TRAINING_SHARE * epoch / epochs
         ),
     )
+    if not all(math.isfinite(array.sum()) for array in weights.values()):
+        msg = f"Expected images that can be trained on, but training on {images.name} diverged. Scale them to about 0..1."
+        raise DataError(msg)
     networks = {
         precision: {
             name: references[name].ReferenceNetwork(images.shape, images.classes, precision, weights)
@@ -289,6 +295,15 @@ def _check_request(replicas: Sequence[int], batches: Sequence[int], rows: int) -
     if not batches or min(batches) < 1 or max(batches) > rows:
         msg = f"Expected batch sizes from 1 to {rows}, the number of test images, got {list(batches)}."
         raise ValueError(msg)
+
+
+def _finite(tree: Any) -> Any:
+    """Return plain containers with `None` for what JSON has no number for."""
+    if isinstance(tree, dict):
+        return {key: _finite(value) for key, value in tree.items()}
+    if isinstance(tree, list | tuple):
+        return [_finite(value) for value in tree]
+    return None if isinstance(tree, float) and not math.isfinite(tree) else tree
 
 
 def _reference(name: str) -> Any:

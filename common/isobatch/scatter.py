@@ -65,7 +65,8 @@ def scatter(
     parts = [_part(backend, leaf, path, options, names) for leaf, path in zip(leaves, paths, strict=True)]
     if any(part.fault for part in parts) or len({part.rows for part in parts if part.rows is not None}) > 1:
         raise _error(parts, every())
-    batch = next((part.rows for part in parts if part.rows is not None), None)
+    found = next((part.rows for part in parts if part.rows is not None), None)
+    batch = None if found is None else int(found)  # a traced size is a symbol
     policy = options.policy if isinstance(options.policy, str) else tuple(options.policy)
     explicit = None if sizes is None else tuple(sizes)
     shards = []
