@@ -29,7 +29,7 @@ def shape(value: Any) -> tuple[int, ...] | None:
     ((2, 3), (), None)
     """
     if isinstance(value, torch.Tensor):
-        return (value.size(0),) if value.is_nested else tuple(value.shape)
+        return (value.size(0),) if value.is_nested else tuple(map(int, value.shape))  # sizes may be symbols
     if isinstance(value, np.ndarray):
         return value.shape
     if isinstance(value, PackedSequence):

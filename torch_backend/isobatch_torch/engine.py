@@ -83,35 +83,37 @@ class Engine:
             self.copies.refresh()
         mode = (method, state, self.copies.modes)
         known = self.habits.get(mode)
-        ranks = [shard.rank for shard in shards]
-        kept = RunningState(self.copies, ranks, state, known.live if known else None)
+        confined = is_confined()
+        live = known.live if known else frozenset[Place]() if confined and not any(self.copies.modes) else None
+        kept = RunningState(self.copies, [shard.rank for shard in shards], state, live)
         calls = [
             kept.bind(position, bound_call(getattr(self.copies.root(shard.rank), method), shard))
             for position, shard in enumerate(shards)
         ]
-        here = schedule == "sequential" or is_confined()
         gap = known.gap(state) if known else None
-        before = positions(self.devices) if known is None or gap is not None else None
-        try:
-            if here:
-                outcomes = run_here(calls)
-            else:
-                threads = max(1, torch.get_num_threads() // len(self.devices))
-                outcomes = run_all(calls, ranks, ThreadState.capture(threads), gap)
-        except BaseException:
-            self.copies = Copies(
-                self.template, len(self.devices)
-            )  # workers may go on for a while with the old ones
-            raise
-        finally:
-            kept.take_back()
+        before = None if confined or (known and gap is None) else positions(self.devices)
+        outcomes = self.call(calls, kept, here=confined or schedule == "sequential", gap=gap)
         check_outcomes(outcomes, shards)
         updated = kept.updated() | (known.live if known else frozenset())
         live = updated | kept.overwritten()
         kept.store([len(shard.rows or (None,)) for shard in shards], updated)
-        drew = before is not None and before != positions(self.devices)
-        self.learn(mode, known, live, drew=drew, outcomes=outcomes)
+        if not confined:
+            drew = before is not None and before != positions(self.devices)
+            self.learn(mode, known, live, drew=drew, outcomes=outcomes)
         return [Result(shard, outcome.value) for shard, outcome in zip(shards, outcomes, strict=True)]
+
+    def call(self, calls: Sequence[Callable[[], Any]], kept: RunningState, *, here: bool, gap: int | None) -> list[Outcome]:
+        """Make the replicas' calls, and take their state back."""
+        try:
+            if here:
+                return run_here(calls)
+            threads = max(1, torch.get_num_threads() // len(self.devices))
+            return run_all(calls, kept.ranks, ThreadState.capture(threads), gap)
+        except BaseException:
+            self.copies = Copies(self.template, len(self.devices))  # workers may go on for a while with the old ones
+            raise
+        finally:
+            kept.take_back()
 
     def learn(
         self,

@@ -234,6 +234,7 @@ class _Progress:
 
 
 def _serve(jobs: SimpleQueue[_Job | None], progress: _Progress) -> None:
+    torch.get_num_threads()  # a thread's first use of it sets the number anew
     while (job := jobs.get()) is not None:
         if progress.threads != job.state.threads:
             progress.threads = job.state.threads
