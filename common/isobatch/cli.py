@@ -53,7 +53,6 @@ def main(arguments: list[str] | None = None) -> int:
     except (_WrongUseError, IsobatchError, OSError) as error:
         return _fail(str(error))
     except (KeyboardInterrupt, typer.Abort):
-        sys.stderr.write("isobatch: interrupted\n")
         return _INTERRUPTED
 
 
@@ -138,7 +137,7 @@ def _quiet_start() -> Generator[None, None, None]:
         os.dup2(held.fileno(), 2)
         try:
             yield
-        except BaseException:
+        except Exception:
             held.seek(0)
             os.write(screen, held.read())
             raise
