@@ -287,6 +287,15 @@ def explicit(net, x, replicas):
     return torch.cat([p.grad.flatten() for p in net.parameters()])
 
 
+@pytest.fixture
+def one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # as many as each worker has: bits depend on it
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("replicas", [3, 4, 7])
 def test_gradients_are_those_of_a_loop_over_the_shards_bit_by_bit(replicas):
     torch.manual_seed(0)

@@ -13,7 +13,7 @@ from torch.nn.parameter import is_lazy
 
 from isobatch.errors import ModelError
 
-__all__ = ["check_template"]
+__all__ = ["check_template", "template_path"]
 
 
 def check_template(modules: Mapping[str, nn.Module]) -> None:
@@ -39,13 +39,17 @@ def check_template(modules: Mapping[str, nn.Module]) -> None:
     modules = {
         path: module for path, module in modules.items() if not isinstance(module, torch.jit.ScriptModule)
     }
-    lines = [f"{_path(path)}: {problem}" for path, module in modules.items() for problem in _problems(module)]
+    lines = [
+        f"{template_path(path)}: {problem}"
+        for path, module in modules.items()
+        for problem in _problems(module)
+    ]
     lines += [
         line
         for path, module in modules.items()
         for key, value in vars(module).items()
         if key not in _REGISTERED
-        for line in _stale(value, _path(path, key), depth=3)
+        for line in _stale(value, template_path(path, key), depth=3)
     ]
     if lines:
         msg = "Expected a module that can be replicated, got\n  " + "\n  ".join(lines)
@@ -84,5 +88,13 @@ def _stale(value: Any, path: str, depth: int) -> Iterator[str]:
 _REGISTERED = frozenset(vars(nn.Module())) | {"_compiled_call_impl", "forward"}
 
 
-def _path(*keys: str) -> str:
+def template_path(*keys: str) -> str:
+    """Return a place in the template as text that reads like code.
+
+    Args:
+        keys: Paths and names, from the outside in; empty ones are left out.
+
+    >>> template_path("", "layers.0", "weight")
+    'template.layers.0.weight'
+    """
     return ".".join(filter(None, ("template", *keys)))

@@ -12,6 +12,7 @@ from torch import nn
 from isobatch.backend import StatePolicy
 from isobatch.errors import StructureError
 from isobatch_torch.arrays import equal
+from isobatch_torch.checks import template_path
 from isobatch_torch.norms import Statistics, merge_statistics, recorded
 from isobatch_torch.replicas import Copies, Node
 
@@ -191,7 +192,7 @@ def _merge(loan: _Loan, ends: Sequence[torch.Tensor | None], sizes: Sequence[int
     if any(end is None or end.shape != first.shape or end.dtype != first.dtype for end in ends):
         shown = ", ".join("None" if end is None else f"{tuple(end.shape)} {end.dtype}" for end in ends)
         msg = (
-            f"Expected a buffer of one shape and type on every replica, got {shown} for template.{loan.node.path}.{loan.name}. "
+            f"Expected a buffer of one shape and type on every replica, got {shown} at {template_path(loan.node.path, loan.name)}. "
             "What belongs to rows is no running state: return it, and hand it in with the next batch."
         )
         raise StructureError(msg)
