@@ -108,7 +108,7 @@ _OPERATIONS: dict[str, Operation] = {
         mean="broadcastable",
         variance="broadcastable",
     ),
-    "rescale": _operation("x * scale + offset", "scale offset", _FLOAT32_CONSTANT),
+    "rescale": _operation("x * scale + offset", "scale offset", 10 * _FLOAT32_CONSTANT),
     # Recurrence over axis 1; inputs are the sequence and initial states; where `mask` is false, output and state repeat
     "lstm": _operation(
         "long short-term memory; gates i, f, c, o",
@@ -156,7 +156,7 @@ _OPERATIONS: dict[str, Operation] = {
         "softmax(scale * query @ key^T) @ value", "dropout causal return_scores", scale="()"
     ),
     "additive_attention": _operation(
-        "softmax(weight * sum(tanh(scale * (query + key)))) @ value",
+        "softmax(sum(scale * tanh(query + key))) @ value, or with a weight softmax(weight * sum(tanh(scale * (query + key)))) @ value",
         "dropout causal return_scores",
         scale="() or (dim,)",
         weight="()",
@@ -305,7 +305,18 @@ _OPERATIONS: dict[str, Operation] = {
     },
     **{
         name: _operation(f"{name} over axes", _REDUCE)
-        for name in ["mean", "sum", "max", "min", "prod", "any", "all", "std", "var", "logsumexp"]
+        for name in (
+            "mean",
+            "sum",
+            "max",
+            "min",
+            "prod",
+            "any",
+            "all",
+            "std",
+            "var",
+            "logsumexp",
+        )
     },
     **{name: _operation(f"{name} over one axis", _REDUCE) for name in ("argmax", "argmin")},
     **{name: _operation(f"{name} along one axis", "axis") for name in ("cumsum", "cumprod")},

@@ -138,7 +138,9 @@ RULES: dict[type, Rule] = {
     L.SpatialDropout1D: _spatial_dropout((1,)),
     L.SpatialDropout2D: _spatial_dropout((1, 1)),
     L.SpatialDropout3D: _spatial_dropout((1, 1, 1)),
-    L.AlphaDropout: lambda at, layer, x: at.add("alpha_dropout", x, rate=layer.rate, noise_shape=layer.noise_shape),
+    L.AlphaDropout: lambda at, layer, x: at.add(
+        "alpha_dropout", x, rate=layer.rate, noise_shape=layer.noise_shape
+    ),
     L.GaussianNoise: lambda at, layer, x: at.add("gaussian_noise", x, stddev=layer.stddev),
     L.GaussianDropout: lambda at, layer, x: at.add("gaussian_dropout", x, rate=layer.rate),
     L.ActivityRegularization: lambda at, _layer, x: at.add("identity", x),

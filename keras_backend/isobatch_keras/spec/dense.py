@@ -53,7 +53,9 @@ def _category(at: Emitter, layer: Any, x: Ref, count_weights: Any = None) -> Ref
         msg = f"{at.layer}: CategoryEncoding with count_weights"
         raise SpecError(msg)
     if layer.output_mode == "one_hot":
-        squeezed = at.add("squeeze", x, part="_squeeze", axis=-1) if len(x.shape) > 1 and x.shape[-1] == 1 else x
+        squeezed = (
+            at.add("squeeze", x, part="_squeeze", axis=-1) if len(x.shape) > 1 and x.shape[-1] == 1 else x
+        )
         return at.add("one_hot", squeezed, classes=layer.num_tokens, axis=-1)
     operation = {"multi_hot": "multi_hot", "count": "count_hot"}[layer.output_mode]
     return at.add(operation, x, classes=layer.num_tokens)

@@ -106,7 +106,9 @@ def _copy(call: Call) -> Any:
         config = keras.saving.serialize_keras_object(call.operation)
         copy = keras.saving.deserialize_keras_object(_rewritten(config))
     except Exception as error:
-        msg = f"{call.path}: {type(call.operation).__name__} cannot be rebuilt from its configuration: {error}"
+        msg = (
+            f"{call.path}: {type(call.operation).__name__} cannot be rebuilt from its configuration: {error}"
+        )
         raise Refusal(msg) from error
     if isinstance(copy, keras.layers.Layer) and not copy.built and call.operation.weights:
         shapes = call.operation.get_build_config() or {}
@@ -151,7 +153,8 @@ def _rewritten(config: Any) -> Any:
             name = str(config.get("config", {}).get("name", "float64"))
             return {**config, "config": {"name": "float64" if "float" in name else name}}
         return {
-            key: "float64" if _is_float_type(key, value) else _rewritten(value) for key, value in config.items()
+            key: "float64" if _is_float_type(key, value) else _rewritten(value)
+            for key, value in config.items()
         }
     return [_rewritten(value) for value in config] if isinstance(config, list | tuple) else config
 

@@ -151,7 +151,9 @@ def _pool_average(at: Emitter, op: Any, x: Ref) -> Ref:
 def _pool(at: Emitter, op: Any, x: Ref, operation: str) -> Ref:
     dims = len(x.shape) - 2
     window = [op.pool_size] * dims if isinstance(op.pool_size, int) else op.pool_size
-    strides = window if op.strides is None else [op.strides] * dims if isinstance(op.strides, int) else op.strides
+    strides = (
+        window if op.strides is None else [op.strides] * dims if isinstance(op.strides, int) else op.strides
+    )
     return at.add(operation, x, window=window, strides=strides, padding=op.padding)
 
 

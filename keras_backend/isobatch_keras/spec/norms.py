@@ -43,7 +43,9 @@ def _group(at: Emitter, layer: Any, x: Ref) -> Ref:
 
 
 def _rms(at: Emitter, layer: Any, x: Ref) -> Ref:
-    return at.add("rms_norm", x, weights={"scale": layer.scale}, axes=_axes(layer.axis, x), epsilon=layer.epsilon)
+    return at.add(
+        "rms_norm", x, weights={"scale": layer.scale}, axes=_axes(layer.axis, x), epsilon=layer.epsilon
+    )
 
 
 def _last(axis: int, x: Ref) -> int:
@@ -52,7 +54,10 @@ def _last(axis: int, x: Ref) -> int:
 
 
 def _axes(axes: Any, x: Ref) -> list[int]:
-    return sorted(axis - len(x.shape) if axis >= 0 else axis for axis in (axes if isinstance(axes, list | tuple) else [axes]))
+    return sorted(
+        axis - len(x.shape) if axis >= 0 else axis
+        for axis in (axes if isinstance(axes, list | tuple) else [axes])
+    )
 
 
 RULES: dict[type, Rule] = {

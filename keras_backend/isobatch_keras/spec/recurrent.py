@@ -66,7 +66,9 @@ def _cell(
         raise SpecError(msg)
     states = len(keras.tree.flatten(cell.state_size))
     outputs = 1 + states * settings["return_state"]
-    own: dict[str, Any] = {"recurrent_activation": _named(at, cell.recurrent_activation)} if states == 2 else {}
+    own: dict[str, Any] = (
+        {"recurrent_activation": _named(at, cell.recurrent_activation)} if states == 2 else {}
+    )
     if operation == "gru":
         own = {
             "recurrent_activation": _named(at, cell.recurrent_activation),

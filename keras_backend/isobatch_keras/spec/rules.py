@@ -7,7 +7,16 @@ from typing import Any
 import keras
 
 from isobatch.errors import SpecError
-from isobatch_keras.spec import activations, attention, convolution, dense, functions, norms, recurrent, shapes
+from isobatch_keras.spec import (
+    activations,
+    attention,
+    convolution,
+    dense,
+    functions,
+    norms,
+    recurrent,
+    shapes,
+)
 from isobatch_keras.spec.walk import Rule
 
 __all__ = ["find_rule", "register_layer"]

@@ -168,20 +168,26 @@ class Walk:
         self.calls.append(Call(path, operation, plain[0], plain[1], tuple(refs)))
         return refs
 
-    def _mask_arguments(self, operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    def _mask_arguments(
+        self, operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> dict[str, Any]:
         """The masks that Keras would fill in for this call, where they are not given."""
         if not isinstance(operation, keras.layers.Layer):
             return {}
         names = inspect.signature(operation.call).parameters
         bound = {**dict(zip(names, args, strict=False)), **kwargs}
-        arrays = {name: value for name, value in bound.items() if _has_values(value) and not name.endswith("mask")}
+        arrays = {
+            name: value for name, value in bound.items() if _has_values(value) and not name.endswith("mask")
+        }
         wanted = {"mask": next(iter(arrays.values()))} if len(arrays) == 1 else {}
         if len(arrays) > 1:
             wanted = {f"{name}_mask": value for name, value in arrays.items()}
         found = {}
         for name, value in wanted.items():
             if name in names and bound.get(name) is None:
-                masks = _map_values(lambda one: None if one.mask is None else self._resolve(one.mask, ""), value)
+                masks = _map_values(
+                    lambda one: None if one.mask is None else self._resolve(one.mask, ""), value
+                )
                 if any(mask is not None for mask in keras.tree.flatten(masks)):
                     found[name] = masks
         return found
@@ -299,7 +305,9 @@ class Emitter:
         refs = [Ref(name if number == 0 else f"{name}:{number}") for number in range(outputs)]
         return refs[0] if outputs == 1 else refs
 
-    def call(self, operation: Any, x: Ref, part: str, shape: Sequence[int | None] = (), **kwargs: Any) -> list[Ref]:
+    def call(
+        self, operation: Any, x: Ref, part: str, shape: Sequence[int | None] = (), **kwargs: Any
+    ) -> list[Ref]:
         """Write the nodes of a layer inside this one; return its outputs, flat."""
         return self.walk.invoke(operation, self.name + part, (Ref(x, shape),), kwargs)
 
@@ -327,10 +335,12 @@ def walk(model: Any, find_rule: Callable[[Any], Rule | None]) -> tuple[Walk, Spe
         raise ModelError(msg)
     found = Walk(find_rule)
     inputs = [
-        Input(found.fresh(_input_name(tensor)), tuple(tensor.shape[1:]), str(tensor.dtype)) for tensor in functional.inputs
+        Input(found.fresh(_input_name(tensor)), tuple(tensor.shape[1:]), str(tensor.dtype))
+        for tensor in functional.inputs
     ]
     values = [
-        _Value(Ref(one.name, tensor.shape, one.dtype)) for one, tensor in zip(inputs, functional.inputs, strict=True)
+        _Value(Ref(one.name, tensor.shape, one.dtype))
+        for one, tensor in zip(inputs, functional.inputs, strict=True)
     ]
     outputs = found.run(functional, values, "")
     if found.unsupported:
@@ -352,7 +362,9 @@ def functional_of(operation: Any) -> Any:
         return None
     if isinstance(operation, keras.Sequential):
         return operation._functional if type(operation).call is keras.Sequential.call else None  # noqa: SLF001
-    return operation if isinstance(operation, Functional) and type(operation).call is Functional.call else None
+    return (
+        operation if isinstance(operation, Functional) and type(operation).call is Functional.call else None
+    )
 
 
 def _spec(name: str, inputs: list[Input], found: Walk, functional: Any, outputs: list[Ref]) -> Spec:
@@ -371,7 +383,9 @@ def _reachable(nodes: Sequence[Node], outputs: Sequence[str]) -> list[Node]:
     kept: list[Node] = []
     for node in reversed(nodes):
         if node.name in needed:
-            kept.append(replace(node, inputs=tuple(str(one) if isinstance(one, Ref) else one for one in node.inputs)))
+            kept.append(
+                replace(node, inputs=tuple(str(one) if isinstance(one, Ref) else one for one in node.inputs))
+            )
             given = [one for one in node.inputs if isinstance(one, str)]
             needed.update(ref.partition(":")[0] for ref in (*given, *references(dict(node.keywords))))
     return kept[::-1]
@@ -408,7 +422,9 @@ def _plain(value: Any) -> Any:
 
 
 def _map_tensors(function: Callable[[Any], Any], nest: Any) -> Any:
-    return keras.tree.map_structure(lambda one: function(one) if isinstance(one, keras.KerasTensor) else one, nest)
+    return keras.tree.map_structure(
+        lambda one: function(one) if isinstance(one, keras.KerasTensor) else one, nest
+    )
 
 
 def _map_values(function: Callable[[_Value], Any], nest: Any) -> Any:

@@ -1,0 +1,6 @@
+"""Specs to torch modules and back: `from_spec`, `to_tensors`, `register_layer`, and the layers torch has no exact equal of."""
+
+from isobatch_torch.spec.build import from_spec, load_tensors, spec_of, to_tensors
+from isobatch_torch.spec.modules import register_layer
+
+__all__ = ["from_spec", "load_tensors", "register_layer", "spec_of", "to_tensors"]

@@ -1,0 +1,248 @@
+"""From a spec to a torch module and back: one child for each layer, and a forward function that reads like the network."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from os import PathLike
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+import torch
+from torch import fx, nn
+
+from isobatch.errors import SpecError
+from isobatch.spec import Node, Spec
+from isobatch_torch.spec.layouts import positions
+from isobatch_torch.spec.modules import build_module
+from isobatch_torch.spec.weights import Array, weight_of
+
+__all__ = ["Layout", "from_spec", "load_tensors", "module_path", "spec_of", "to_tensors"]
+
+Layout: TypeAlias = Literal["channels_last", "channels_first"]
+
+
+def from_spec(spec: Spec | str | PathLike[str], *, layout: Layout = "channels_last") -> fx.GraphModule:
+    """Build the network that a spec describes.
+
+    Args:
+        spec: The spec, or the folder it was saved in.
+        layout: Of images and other arrays with positions at the network's inputs and outputs. `"channels_last"`: the same arrays
+            as in the spec; `"channels_first"`: `(B, C, *positions)`, as torch networks usually have it.
+
+    Returns:
+        A module in eval mode whose children have the spec's names. It is called with one argument for each input.
+
+    Raises:
+        SpecError: The spec is broken, or has an operation that torch has no module for.
+
+    >>> from isobatch.spec import Input
+    >>> net = from_spec(Spec("double", (Input("x", (3,), "float32"),), (Node("twice", "multiply", ("x", 2)),), "twice"))
+    >>> net(torch.ones(1, 3))
+    tensor([[2., 2., 2.]])
+    """
+    if not isinstance(spec, Spec):
+        spec = Spec.load(spec)
+    if layout not in {"channels_last", "channels_first"}:
+        msg = f"Expected layout channels_last or channels_first, got {layout!r}."
+        raise ValueError(msg)
+    spec.check()
+    root = nn.Module()
+    for node in spec.nodes:
+        if not _has(root, module_path(node)):
+            shapes = {role: tuple(spec.tensors[key].shape) for role, key in node.weights.items()}
+            _place(root, module_path(node), _built(node, shapes))
+    moved = positions(spec) if layout == "channels_first" else {}
+    name = (
+        "".join(letter for letter in spec.name.title() if letter.isalnum())
+        if not spec.name.isidentifier()
+        else spec.name
+    )
+    module = fx.GraphModule(root, _graph(spec, moved), class_name=name or "Network")
+    module.meta["spec"] = replace(spec, tensors={})
+    module.meta["shapes"] = {key: tuple(tensor.shape) for key, tensor in spec.tensors.items()}
+    module.meta["moved"] = moved
+    load_tensors(module, spec.tensors)
+    return module.eval()
+
+
+def spec_of(module: nn.Module) -> Spec | None:
+    """Return the spec that a module was built from, without its tensors; `None` for another module.
+
+    Args:
+        module: Any module.
+    """
+    meta: Any = getattr(module, "meta", None)
+    return meta.get("spec") if isinstance(meta, dict) else None
+
+
+def load_tensors(module: nn.Module, tensors: Mapping[str, Array]) -> None:
+    """Give a module the weights in a spec's tensors.
+
+    Args:
+        module: From `from_spec`.
+        tensors: Arrays by the spec's keys; they are cast to the type of the module's own.
+
+    Raises:
+        SpecError: A tensor is missing, or of another shape.
+    """
+    for node, role, key, tensor in _weights(module):
+        if key not in tensors:
+            msg = f"Expected a tensor {key!r}, there is none."
+            raise SpecError(msg)
+        array = np.asarray(tensors[key])
+        if array.shape != module.meta["shapes"][key]:  # type: ignore[index]
+            msg = f"Expected {key!r} of shape {module.meta['shapes'][key]}, got {array.shape}."  # type: ignore[index]
+            raise SpecError(msg)
+        weight = weight_of(node.operation, role)
+        values = torch.from_numpy(np.ascontiguousarray(weight.to_torch(array, array.shape)))
+        with torch.no_grad():
+            if isinstance(tensor, _Biases):
+                tensor.assign(values)
+            else:
+                tensor.data = _checked(values, tensor, key).to(tensor.device)
+
+
+def to_tensors(module: nn.Module) -> dict[str, Array]:
+    """Return a module's weights as the tensors of its spec.
+
+    Args:
+        module: From `from_spec`.
+
+    Returns:
+        Arrays by key, in the spec's layout and the module's precision.
+    """
+    found: dict[str, Array] = {}
+    for node, role, key, tensor in _weights(module):
+        values = tensor.read() if isinstance(tensor, _Biases) else tensor.detach()
+        if values.dtype == torch.bfloat16:
+            values = values.float()
+        shape = module.meta["shapes"][key]  # type: ignore[index]
+        found[key] = np.ascontiguousarray(
+            weight_of(node.operation, role).to_spec(values.cpu().numpy(), shape)
+        )
+    return found
+
+
+def module_path(node: Node) -> str:
+    """Return where the module of a node is; a name that every module has for something else gets an underscore.
+
+    >>> module_path(Node("float", "relu", module="block.float"))
+    'block.float_'
+    """
+    parts = (node.module or node.name).split(".")
+    return ".".join(f"{part}_" if hasattr(fx.GraphModule, part) else part for part in parts)
+
+
+class _Biases:
+    """Both biases of a GRU, which the spec keeps in one array `(2, 3 units)`, or its only one."""
+
+    def __init__(self, module: nn.Module) -> None:
+        names = ("bias_ih_l0", "bias_hh_l0")
+        self.parameters = [getattr(module, name) for name in names if hasattr(module, name)]
+
+    def assign(self, values: torch.Tensor) -> None:
+        for parameter, row in zip(self.parameters, values.reshape(len(self.parameters), -1), strict=True):
+            parameter.data = row.clone()
+
+    def read(self) -> torch.Tensor:
+        rows = [parameter.detach() for parameter in self.parameters]
+        return torch.stack(rows) if len(rows) > 1 else rows[0]
+
+
+def _weights(module: nn.Module) -> list[tuple[Node, str, str, Any]]:
+    """Node, role, key and parameter of each weight, once for each module."""
+    spec = spec_of(module)
+    if spec is None:
+        msg = f"Expected a module from isobatch_torch.from_spec, got {type(module).__name__}."
+        raise SpecError(msg)
+    nodes = {module_path(node): node for node in spec.nodes}
+    found: list[tuple[Node, str, str, Any]] = []
+    for path, node in nodes.items():
+        child = module.get_submodule(path)
+        for role, key in node.weights.items():
+            name = weight_of(node.operation, role).parameter
+            tensor = _Biases(child) if name == "biases" else operator.attrgetter(name)(child)
+            found.append((node, role, key, tensor))
+    return found
+
+
+def _checked(values: torch.Tensor, tensor: torch.Tensor, key: str) -> torch.Tensor:
+    if values.shape != tensor.shape:
+        msg = (
+            f"Expected {key!r} to give a parameter of shape {tuple(tensor.shape)}, got {tuple(values.shape)}."
+        )
+        raise SpecError(msg)
+    return values.clone()
+
+
+def _built(node: Node, shapes: dict[str, tuple[int, ...]]) -> nn.Module:
+    try:
+        return build_module(node.operation, node.attributes, shapes)
+    except SpecError:
+        raise
+    except Exception as error:
+        msg = f"Expected sound attributes and weights at node {node.name!r} ({node.operation}): {type(error).__name__}: {error}"
+        raise SpecError(msg) from error
+
+
+def _has(root: nn.Module, path: str) -> bool:
+    module: Any = root
+    for part in path.split("."):
+        module = getattr(module, part, None)
+    return module is not None
+
+
+def _place(root: nn.Module, path: str, module: nn.Module) -> None:
+    *parents, name = path.split(".")
+    for part in parents:
+        if not hasattr(root, part):
+            root.add_module(part, nn.Module())
+        root = getattr(root, part)
+    root.add_module(name, module)
+
+
+def _graph(spec: Spec, moved: Mapping[str, int]) -> fx.Graph:
+    graph = fx.Graph()
+    values: dict[str, fx.Node] = {}
+    names = _argument_names(spec)
+    placeholders = {one.name: graph.placeholder(names[one.name]) for one in spec.inputs}
+    for name, value in placeholders.items():
+        values[name] = _move(graph, value, 1, -1) if moved.get(name) else value
+    for node in spec.nodes:
+        args = tuple(_read(graph, values, one) if isinstance(one, str) else one for one in node.inputs)
+        kwargs = {key: _read(graph, values, ref) for key, ref in node.keywords.items()}
+        values[node.name] = graph.call_module(module_path(node), args, kwargs)
+    graph.output(_result(spec.outputs, lambda ref: _output(graph, values, ref, moved)))
+    return graph
+
+
+def _argument_names(spec: Spec) -> dict[str, str]:
+    """What the inputs are called in the forward function: the keys of a dict of inputs, or their own names."""
+    keys: dict[str, str] = {}
+    if isinstance(spec.signature, dict):
+        keys = {name: key for key, name in spec.signature.items() if isinstance(name, str)}
+    return {one.name: keys.get(one.name, one.name) for one in spec.inputs}
+
+
+def _read(graph: fx.Graph, values: dict[str, fx.Node], reference: str) -> fx.Node:
+    if reference not in values:
+        name, _, output = reference.partition(":")
+        values[reference] = graph.call_function(operator.getitem, (values[name], int(output)))
+    return values[reference]
+
+
+def _output(graph: fx.Graph, values: dict[str, fx.Node], reference: str, moved: Mapping[str, int]) -> fx.Node:
+    value = _read(graph, values, reference)
+    return _move(graph, value, -1, 1) if moved.get(reference) else value
+
+
+def _move(graph: fx.Graph, value: fx.Node, source: int, destination: int) -> fx.Node:
+    return graph.call_function(torch.movedim, (value, source, destination))
+
+
+def _result(nest: Any, read: Callable[[str], fx.Node]) -> Any:
+    if isinstance(nest, dict):
+        return {key: _result(value, read) for key, value in nest.items()}
+    return tuple(_result(value, read) for value in nest) if isinstance(nest, list | tuple) else read(nest)

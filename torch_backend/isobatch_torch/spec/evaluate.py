@@ -1,0 +1,130 @@
+"""What a torch module computes in float64: layer by layer on given inputs, and as a whole."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from isobatch.spec import Spec
+from isobatch.trees import flatten, unflatten
+from isobatch_torch.spec.build import module_path, spec_of
+from isobatch_torch.spec.weights import Array
+
+__all__ = ["call", "evaluate_layers", "predict"]
+
+
+def evaluate_layers(
+    module: nn.Module, spec: Spec, values: Mapping[str, Array], report: Callable[[str, Any], None]
+) -> None:
+    """Run each layer in float64, by itself, on what the other framework gave to it.
+
+    Args:
+        module: From `from_spec`.
+        spec: Its spec.
+        values: The other framework's arrays, by reference. What it has no value for, inside a layer, is computed here.
+        report: Called with each reference and the array, or the exception, that came out.
+    """
+    own: dict[str, torch.Tensor] = {}
+    children: dict[str, nn.Module] = {}
+
+    def given(one: Any) -> Any:
+        if not isinstance(one, str):
+            return one
+        return torch.from_numpy(values[one].copy()) if one in values else own[one]
+
+    with torch.no_grad(), _float64():
+        for node in spec.nodes:
+            path = module_path(node)
+            child = children.setdefault(path, _double(module.get_submodule(path)))
+            try:
+                args = [given(one) for one in node.inputs]
+                outputs = child(*args, **{key: given(ref) for key, ref in node.keywords.items()})
+            except Exception as error:  # noqa: BLE001 - whatever a layer raises is its verdict
+                report(node.name, error)
+                continue
+            for number, output in enumerate(outputs if isinstance(outputs, tuple) else (outputs,)):
+                reference = f"{node.name}:{number}" if number else node.name
+                report(reference, output.numpy())
+                if reference not in values:
+                    own[reference] = output
+
+
+def predict(module: nn.Module, batch: Any, dtype: str = "float64", *, channels_first: bool = False) -> Any:
+    """Run a copy of a module in eval mode and one precision.
+
+    Args:
+        module: Any module; one from `from_spec` is called as its spec says, another one with a list or tuple as arguments
+            and with a mapping as keyword arguments.
+        batch: Numpy arrays.
+        dtype: `"float64"` or another float type.
+        channels_first: Whether arrays of four axes and more are moved to channels first before the call, and moved back after.
+
+    Returns:
+        Numpy arrays in the nest that the module returns.
+    """
+    with torch.no_grad(), _float64(getattr(torch, dtype)):
+        copied = copy.deepcopy(module).eval().to(getattr(torch, dtype))
+        return call(copied, batch, dtype, channels_first=channels_first)
+
+
+def call(module: Any, batch: Any, dtype: str, *, channels_first: bool = False) -> Any:
+    """Run a module as it is; see `predict`."""
+    leaves, structure = flatten(batch)
+    tensors = [_tensor(leaf, dtype) for leaf in leaves]
+    spec = spec_of(module)
+    nest = unflatten(structure, tensors)
+    if spec is not None:
+        arrays = spec.bind(nest)
+        moved = module.meta["moved"]
+        args = [_first(arrays[one.name]) if moved.get(one.name) else arrays[one.name] for one in spec.inputs]
+        return _numpy_of_twin(module(*args), spec.outputs, moved)
+    if channels_first:
+        nest = unflatten(structure, [_first(one) if one.dim() > 3 else one for one in tensors])  # noqa: PLR2004
+    if isinstance(nest, Mapping):
+        outputs = module(**nest)
+    else:
+        outputs = module(*nest) if isinstance(nest, list | tuple) else module(nest)
+    leaves, structure = flatten(outputs)
+    arrays_out = [
+        (one.movedim(1, -1) if channels_first and one.dim() > 3 else one).detach().cpu().numpy()  # noqa: PLR2004
+        for one in leaves
+    ]
+    return unflatten(structure, arrays_out)
+
+
+def _numpy_of_twin(outputs: Any, references: Any, moved: Mapping[str, int]) -> Any:
+    if isinstance(references, dict):
+        return {key: _numpy_of_twin(outputs[key], ref, moved) for key, ref in references.items()}
+    if isinstance(references, list):
+        return [_numpy_of_twin(one, ref, moved) for one, ref in zip(outputs, references, strict=True)]
+    return (outputs.movedim(1, -1) if moved.get(references) else outputs).detach().cpu().numpy()
+
+
+def _first(x: torch.Tensor) -> torch.Tensor:
+    return x.movedim(-1, 1)
+
+
+def _tensor(leaf: Any, dtype: str) -> torch.Tensor:
+    tensor = torch.as_tensor(leaf)
+    return tensor.to(getattr(torch, dtype)) if tensor.is_floating_point() else tensor
+
+
+def _double(module: nn.Module) -> nn.Module:
+    return copy.deepcopy(module).eval().double()
+
+
+class _float64:  # noqa: N801 - used like a function
+    """Make a float type torch's default, for numbers that become tensors on the way."""
+
+    def __init__(self, dtype: torch.dtype = torch.float64) -> None:
+        self.dtype, self.before = dtype, torch.get_default_dtype()
+
+    def __enter__(self) -> None:
+        torch.set_default_dtype(self.dtype)
+
+    def __exit__(self, *_: object) -> None:
+        torch.set_default_dtype(self.before)

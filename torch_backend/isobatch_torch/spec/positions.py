@@ -1,0 +1,305 @@
+"""Modules that move a window over positions; they take and return channels last, and compute as torch does."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - its usual name
+from torch import nn
+
+__all__ = [
+    "AvgPool",
+    "Conv",
+    "ConvTranspose",
+    "GlobalAvgPool",
+    "MaxPool",
+    "Resize",
+    "Upsample",
+    "conv",
+    "same_padding",
+]
+
+
+def same_padding(size: int, window: int, stride: int, dilation: int = 1) -> tuple[int, int]:
+    """Return how much is padded before and after an axis so that it gives `ceil(size / stride)` windows.
+
+    Args:
+        size: Length of the axis.
+        window: Length of the window.
+        stride: From window to window.
+        dilation: From element to element of the window.
+
+    >>> same_padding(16, 3, 2), same_padding(15, 3, 2)
+    ((0, 1), (1, 1))
+    """
+    total = max((-(-size // stride) - 1) * stride + (window - 1) * dilation + 1 - size, 0)
+    return total // 2, total - total // 2
+
+
+def _pad(x: torch.Tensor, padding: str, windows: Any, value: float = 0.0) -> torch.Tensor:
+    """Pad the position axes of `(B, C, *positions)`; `windows` are window, stride and dilation of each."""
+    if padding == "valid":
+        return x
+    widths = []
+    for size, (window, stride, dilation) in zip(x.shape[2:], windows, strict=True):
+        before, after = same_padding(size, window, stride, dilation)
+        widths.append(((window - 1) * dilation, 0) if padding == "causal" else (before, after))
+    return F.pad(x, [width for pair in reversed(widths) for width in pair], value=value)
+
+
+class Conv(nn.modules.conv._ConvNd):  # noqa: SLF001 - the base class of Conv1d, Conv2d and Conv3d
+    """A convolution with Keras's padding, over `(B, *positions, in)`.
+
+    Args:
+        in_channels: Of the input.
+        out_channels: Of the output.
+        kernel_size: Of the window.
+        stride: From window to window.
+        dilation: From element to element of the window.
+        groups: Into how many groups channels are divided.
+        bias: Whether there is one.
+        same: `"valid"`, `"same"` or `"causal"`.
+    """
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: Sequence[int],
+        *,
+        stride: Sequence[int],
+        dilation: Sequence[int],
+        groups: int,
+        bias: bool,
+        same: str,
+    ) -> None:
+        dims = len(kernel_size)
+        super().__init__(
+            in_channels,
+            out_channels,
+            tuple(kernel_size),
+            tuple(stride),
+            (0,) * dims,
+            tuple(dilation),
+            transposed=False,
+            output_padding=(0,) * dims,
+            groups=groups,
+            bias=bias,
+            padding_mode="zeros",
+        )
+        self.same = same
+        self._convolve = (F.conv1d, F.conv2d, F.conv3d)[dims - 1]
+
+    def _get_name(self) -> str:
+        return f"Conv{len(self.kernel_size)}d"
+
+    def extra_repr(self) -> str:
+        """Return what `print` shows."""
+        return f"{super().extra_repr()}, padding={self.same!r}"
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return `(B, *positions, out)`."""
+        windows = zip(self.kernel_size, self.stride, self.dilation, strict=True)
+        x = _pad(x.movedim(-1, 1), self.same, windows)
+        y = self._convolve(x, self.weight, self.bias, self.stride, 0, self.dilation, self.groups)
+        return y.movedim(1, -1)
+
+
+def conv(shape: Sequence[int], groups: int, *, bias: bool, **settings: Any) -> Conv:
+    """Return a convolution for a kernel `(*window, in / groups, out)`."""
+    *window, inner, outer = shape
+    return Conv(inner * groups, outer, window, groups=groups, bias=bias, **settings)
+
+
+class ConvTranspose(nn.Module):
+    """A transposed convolution with Keras's sizes, over `(B, *positions, in)`.
+
+    Args:
+        shape: Of the kernel, `(*window, out, in)`.
+        stride: From window to window of the output.
+        padding: `"valid"` or `"same"`.
+        output_padding: What is added to the output's length; `None` for Keras's default length.
+        dilation: From element to element of the window.
+        bias: Whether there is one.
+    """
+
+    def __init__(
+        self,
+        shape: Sequence[int],
+        *,
+        stride: Sequence[int],
+        padding: str,
+        output_padding: Sequence[int] | int | None,
+        dilation: Sequence[int],
+        bias: bool,
+    ) -> None:
+        super().__init__()
+        *window, outer, inner = shape
+        self.weight = nn.Parameter(torch.empty(inner, outer, *window))
+        self.bias = nn.Parameter(torch.empty(outer)) if bias else None
+        self.stride, self.padding, self.dilation = tuple(stride), padding, tuple(dilation)
+        extra = [output_padding] * len(window) if isinstance(output_padding, int) else output_padding
+        self.output_padding = None if extra is None else tuple(extra)
+        self.span = tuple((k - 1) * d + 1 for k, d in zip(window, dilation, strict=True))
+        self._convolve = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)[len(window) - 1]
+
+    def _get_name(self) -> str:
+        return f"ConvTranspose{len(self.stride)}d"
+
+    def extra_repr(self) -> str:
+        """Return what `print` shows."""
+        inner, outer, *window = self.weight.shape
+        return (
+            f"{inner}, {outer}, kernel_size={tuple(window)}, stride={self.stride}, padding={self.padding!r}"
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return `(B, *positions, out)`: the full product, cut or filled up to the length Keras gives it."""
+        y = self._convolve(x.movedim(-1, 1), self.weight, stride=self.stride, dilation=self.dilation)
+        for axis, (size, stride, span) in enumerate(
+            zip(x.shape[1:-1], self.stride, self.span, strict=True), 2
+        ):
+            length = self._length(size, stride, span, axis - 2)
+            total = max((size - 1) * stride + span - length, 0)
+            begin = total // 2 if self.padding == "same" else 0
+            y = y.narrow(axis, begin, min(length, y.shape[axis] - begin))
+            if y.shape[axis] < length:
+                y = F.pad(y, [0, 0] * (y.dim() - 1 - axis) + [0, length - y.shape[axis]])
+        y = y.movedim(1, -1)
+        return y if self.bias is None else y + self.bias
+
+    def _length(self, size: int, stride: int, span: int, position: int) -> int:
+        if self.output_padding is None:
+            return size * stride + (max(span - stride, 0) if self.padding == "valid" else 0)
+        cut = span // 2 if self.padding == "same" else 0
+        return (size - 1) * stride + span - 2 * cut + self.output_padding[position]
+
+
+class MaxPool(nn.Module):
+    """The greatest value of each window, over `(B, *positions, C)`.
+
+    Args:
+        window: Its lengths.
+        strides: From window to window.
+        padding: `"valid"` or `"same"`.
+    """
+
+    def __init__(self, window: Sequence[int], strides: Sequence[int], padding: str) -> None:
+        super().__init__()
+        self.window, self.strides, self.padding = tuple(window), tuple(strides), padding
+        self._windows = [(k, s, 1) for k, s in zip(window, strides, strict=True)]
+
+    def _get_name(self) -> str:
+        return f"{type(self).__name__}{len(self.window)}d"
+
+    def extra_repr(self) -> str:
+        """Return what `print` shows."""
+        return f"kernel_size={self.window}, stride={self.strides}, padding={self.padding!r}"
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return `(B, *positions, C)`."""
+        pool = (F.max_pool1d, F.max_pool2d, F.max_pool3d)[len(self.window) - 1]
+        x = _pad(x.movedim(-1, 1), self.padding, self._windows, -torch.inf)
+        return pool(x, self.window, self.strides).movedim(1, -1)
+
+
+class AvgPool(MaxPool):
+    """The mean of each window, padding not counted, over `(B, *positions, C)`."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return `(B, *positions, C)`."""
+        pool: Any = (F.avg_pool1d, F.avg_pool2d, F.avg_pool3d)[len(self.window) - 1]
+        x = x.movedim(-1, 1)
+        y = pool(_pad(x, self.padding, self._windows), self.window, self.strides)
+        if self.padding == "same":
+            inside = _pad(torch.ones_like(x[:1, :1]), self.padding, self._windows)
+            y = y / pool(inside, self.window, self.strides)
+        return y.movedim(1, -1)
+
+
+class GlobalAvgPool(nn.Module):
+    """The mean over all positions of `(B, *positions, C)`, or over those that a mask keeps.
+
+    Args:
+        keepdims: Whether the positions stay as axes of length one.
+    """
+
+    def __init__(self, *, keepdims: bool) -> None:
+        super().__init__()
+        self.keepdims = keepdims
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        """Return `(B, C)`."""
+        axes = list(range(1, x.dim() - 1))
+        if mask is None:
+            return x.mean(axes, keepdim=self.keepdims)
+        kept = mask.unsqueeze(-1)
+        total = torch.where(kept, x, torch.zeros((), dtype=x.dtype, device=x.device)).sum(
+            axes, keepdim=self.keepdims
+        )
+        return total / kept.to(x.dtype).sum(axes, keepdim=self.keepdims)
+
+
+class Resize(nn.Module):
+    """Images `(B, height, width, C)` resampled to a size.
+
+    Args:
+        size: Height and width.
+        interpolation: `"nearest"`, `"bilinear"` or `"bicubic"`.
+        antialias: Whether shrinking averages over the pixels that become one.
+    """
+
+    def __init__(self, size: Sequence[int], interpolation: str, *, antialias: bool = False) -> None:
+        super().__init__()
+        if interpolation not in {"nearest", "bilinear", "bicubic"}:
+            msg = f"Expected nearest, bilinear or bicubic interpolation, got {interpolation!r}."
+            raise ValueError(msg)
+        self.size, self.interpolation, self.antialias = tuple(size), interpolation, antialias
+
+    def extra_repr(self) -> str:
+        """Return what `print` shows."""
+        return f"{self.size}, interpolation={self.interpolation!r}, antialias={self.antialias}"
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return `(B, *size, C)`."""
+        moved = x.movedim(-1, 1)
+        if self.interpolation == "nearest":
+            y = F.interpolate(moved, self.size, mode="nearest-exact")
+        elif self.interpolation == "bilinear":
+            y = F.interpolate(moved, self.size, mode="bilinear", antialias=self.antialias)
+        else:
+            shrinks = any(new < old for new, old in zip(self.size, moved.shape[2:], strict=True))
+            if shrinks and not self.antialias:
+                msg = f"Expected bicubic resizing to enlarge: torch has no kernel that shrinks {moved.shape[2:]} to {self.size} so."
+                raise ValueError(msg)
+            # With antialias torch has a = -0.5 and weights that sum to one at the edge, as TensorFlow has.
+            y = F.interpolate(moved, self.size, mode="bicubic", antialias=True)
+        return y.movedim(1, -1)
+
+
+class Upsample(nn.Module):
+    """Each position axis of `(B, *positions, C)` a whole number of times as long.
+
+    Args:
+        factors: How many times, by axis.
+        interpolation: `"nearest"`, and for images what `Resize` knows.
+    """
+
+    def __init__(self, factors: Sequence[int], interpolation: str) -> None:
+        super().__init__()
+        self.factors, self.interpolation = tuple(factors), interpolation
+
+    def extra_repr(self) -> str:
+        """Return what `print` shows."""
+        return f"{self.factors}, interpolation={self.interpolation!r}"
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the longer array."""
+        if self.interpolation == "nearest":
+            for axis, factor in enumerate(self.factors, 1):
+                x = x.repeat_interleave(factor, axis)
+            return x
+        size = [factor * length for factor, length in zip(self.factors, x.shape[1:-1], strict=True)]
+        return Resize(size, self.interpolation)(x)
