@@ -47,7 +47,10 @@ def _kind() -> str | None:
     # Asks how torch was built, not the driver: a driver that has been asked does not survive a fork.
     if not hasattr(torch, "accelerator"):  # torch < 2.6
         return "cuda" if torch.backends.cuda.is_built() else None
-    found = torch.accelerator.current_accelerator()
+    try:
+        found = torch.accelerator.current_accelerator()
+    except RuntimeError:  # torch 2.6 raises where later releases return None
+        return None
     return None if found is None else found.type
 
 
