@@ -50,6 +50,7 @@ class Node:
             for name, child in contents["_modules"].items():
                 contents["_modules"][name] = child and copy_of(child, rank)
             contents.pop("_compiled_call_impl", None)  # of Module.compile: bound to the original
+            copy.__class__ = type(self.original)  # parametrizations change it
             vars(copy).clear()
             vars(copy).update(contents)
             watch(copy)
