@@ -11,12 +11,14 @@ from isobatch.errors import (
     IsobatchError,
     LeafTypeError,
     ModelError,
+    SpecError,
     StructureError,
 )
 from isobatch.parallel import data_parallel, load, virtual_devices
 from isobatch.registry import available_backends, get_backend
 from isobatch.rows import split_sizes
 from isobatch.trees import Broadcast, Rows
+from isobatch.twins import twin
 
 __version__ = "0.1.0.dev0"
 
@@ -37,6 +39,7 @@ __all__ = [
     "Result",
     "Rows",
     "Shard",
+    "SpecError",
     "StructureError",
     "available_backends",
     "current_replica",
@@ -44,5 +47,6 @@ __all__ = [
     "get_backend",
     "load",
     "split_sizes",
+    "twin",
     "virtual_devices",
 ]

@@ -1,7 +1,7 @@
 """Keras models to specs and back: `to_spec`, `load_tensors`, `register_layer`, and the float64 record a verdict is held against."""
 
-from isobatch_keras.spec.float64 import Record, Refusal, record
+from isobatch_keras.spec.float64 import Record, Refusal, in_float64, predict, record
 from isobatch_keras.spec.rules import register_layer
 from isobatch_keras.spec.weights import load_tensors, to_spec
 
-__all__ = ["Record", "Refusal", "load_tensors", "record", "register_layer", "to_spec"]
+__all__ = ["Record", "Refusal", "in_float64", "load_tensors", "predict", "record", "register_layer", "to_spec"]

@@ -19,7 +19,7 @@ from isobatch.spec import Spec
 from isobatch_keras.spec.rules import find_rule
 from isobatch_keras.spec.walk import Call, Ref, walk
 
-__all__ = ["Record", "Refusal", "record"]
+__all__ = ["Record", "Refusal", "in_float64", "predict", "record"]
 
 
 class Refusal(IsobatchError, ValueError):
@@ -65,6 +65,35 @@ def record(model: Any, batch: Any, factory: Callable[[], Any] | None = None) -> 
                 copies[id(call.operation)] = call.operation
             _repeat(call, values, copies)
     return Record(spec, {ref: np.asarray(keras.ops.convert_to_numpy(value)) for ref, value in values.items()})
+
+
+def in_float64(model: Any, factory: Callable[[], Any] | None = None) -> Any:
+    """Return a copy of a whole Keras model in float64, with the same weights.
+
+    Args:
+        model: A functional or sequential model.
+        factory: As for `record`.
+
+    Raises:
+        Refusal: It cannot be rebuilt.
+    """
+    call = Call(model.name, model, (), {}, ())
+    with _float64():
+        if factory is None:
+            return _copy(call)
+        copy = factory()
+        _load(call, copy)
+        return copy
+
+
+def predict(model: Any, batch: Any) -> Any:
+    """Return what a Keras model computes in inference, as numpy arrays in the nest that it returns.
+
+    Args:
+        model: Any model.
+        batch: Numpy arrays as the model is given them.
+    """
+    return keras.tree.map_structure(keras.ops.convert_to_numpy, model(batch, training=False))
 
 
 def _inputs(spec: Spec, batch: Any) -> dict[str, Any]:

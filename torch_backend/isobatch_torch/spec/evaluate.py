@@ -14,7 +14,7 @@ from isobatch.trees import flatten, unflatten
 from isobatch_torch.spec.build import module_path, spec_of
 from isobatch_torch.spec.weights import Array
 
-__all__ = ["call", "evaluate_layers", "predict"]
+__all__ = ["evaluate_layers", "predict"]
 
 
 def evaluate_layers(
@@ -36,7 +36,7 @@ def evaluate_layers(
             return one
         return torch.from_numpy(values[one].copy()) if one in values else own[one]
 
-    with torch.no_grad(), _float64():
+    with torch.no_grad(), _DefaultDtype():
         for node in spec.nodes:
             path = module_path(node)
             child = children.setdefault(path, _double(module.get_submodule(path)))
@@ -53,47 +53,54 @@ def evaluate_layers(
                     own[reference] = output
 
 
-def predict(module: nn.Module, batch: Any, dtype: str = "float64", *, channels_first: bool = False) -> Any:
+def predict(
+    module: nn.Module,
+    batch: Any,
+    dtype: str = "float64",
+    *,
+    channels_first: bool = False,
+    wrap: Callable[[nn.Module], nn.Module] | None = None,
+) -> Any:
     """Run a copy of a module in eval mode and one precision.
 
     Args:
         module: Any module; one from `from_spec` is called as its spec says, another one with a list or tuple as arguments
             and with a mapping as keyword arguments.
-        batch: Numpy arrays.
+        batch: Numpy arrays, channels last.
         dtype: `"float64"` or another float type.
-        channels_first: Whether arrays of four axes and more are moved to channels first before the call, and moved back after.
+        channels_first: Whether a module that is no twin is given arrays of four axes and more channels first, and returns them so.
+        wrap: What is done to the copy before it is called.
 
     Returns:
-        Numpy arrays in the nest that the module returns.
+        Numpy arrays in the nest that the module returns, channels last.
     """
-    with torch.no_grad(), _float64(getattr(torch, dtype)):
-        copied = copy.deepcopy(module).eval().to(getattr(torch, dtype))
-        return call(copied, batch, dtype, channels_first=channels_first)
+    precision = getattr(torch, dtype)
+    with torch.no_grad(), _DefaultDtype(precision):
+        copied = copy.deepcopy(module).eval().to(precision)
+        run = copied if wrap is None else wrap(copied)
+        leaves, structure = flatten(batch)
+        tensors = [_tensor(leaf, precision) for leaf in leaves]
+        if spec_of(module) is not None:
+            return _call_twin(run, copied, unflatten(structure, tensors))
+        if channels_first:
+            tensors = [one.movedim(-1, 1) if one.dim() > 3 else one for one in tensors]  # noqa: PLR2004
+        found, returned = flatten(_call(run, unflatten(structure, tensors)))
+        if channels_first:
+            found = [one.movedim(1, -1) if one.dim() > 3 else one for one in found]  # noqa: PLR2004
+        return unflatten(returned, [one.numpy() for one in found])
 
 
-def call(module: Any, batch: Any, dtype: str, *, channels_first: bool = False) -> Any:
-    """Run a module as it is; see `predict`."""
-    leaves, structure = flatten(batch)
-    tensors = [_tensor(leaf, dtype) for leaf in leaves]
-    spec = spec_of(module)
-    nest = unflatten(structure, tensors)
-    if spec is not None:
-        arrays = spec.bind(nest)
-        moved = module.meta["moved"]
-        args = [_first(arrays[one.name]) if moved.get(one.name) else arrays[one.name] for one in spec.inputs]
-        return _numpy_of_twin(module(*args), spec.outputs, moved)
-    if channels_first:
-        nest = unflatten(structure, [_first(one) if one.dim() > 3 else one for one in tensors])  # noqa: PLR2004
+def _call(run: nn.Module, nest: Any) -> Any:
     if isinstance(nest, Mapping):
-        outputs = module(**nest)
-    else:
-        outputs = module(*nest) if isinstance(nest, list | tuple) else module(nest)
-    leaves, structure = flatten(outputs)
-    arrays_out = [
-        (one.movedim(1, -1) if channels_first and one.dim() > 3 else one).detach().cpu().numpy()  # noqa: PLR2004
-        for one in leaves
-    ]
-    return unflatten(structure, arrays_out)
+        return run(**nest)
+    return run(*nest) if isinstance(nest, list | tuple) else run(nest)
+
+
+def _call_twin(run: nn.Module, twin: Any, nest: Any) -> Any:
+    spec, moved = twin.meta["spec"], twin.meta["moved"]
+    arrays = spec.bind(nest)
+    args = [arrays[one.name].movedim(-1, 1) if moved.get(one.name) else arrays[one.name] for one in spec.inputs]
+    return _numpy_of_twin(run(*args), spec.outputs, moved)
 
 
 def _numpy_of_twin(outputs: Any, references: Any, moved: Mapping[str, int]) -> Any:
@@ -101,23 +108,19 @@ def _numpy_of_twin(outputs: Any, references: Any, moved: Mapping[str, int]) -> A
         return {key: _numpy_of_twin(outputs[key], ref, moved) for key, ref in references.items()}
     if isinstance(references, list):
         return [_numpy_of_twin(one, ref, moved) for one, ref in zip(outputs, references, strict=True)]
-    return (outputs.movedim(1, -1) if moved.get(references) else outputs).detach().cpu().numpy()
+    return (outputs.movedim(1, -1) if moved.get(references) else outputs).numpy()
 
 
-def _first(x: torch.Tensor) -> torch.Tensor:
-    return x.movedim(-1, 1)
-
-
-def _tensor(leaf: Any, dtype: str) -> torch.Tensor:
+def _tensor(leaf: Any, dtype: torch.dtype) -> torch.Tensor:
     tensor = torch.as_tensor(leaf)
-    return tensor.to(getattr(torch, dtype)) if tensor.is_floating_point() else tensor
+    return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
 
 def _double(module: nn.Module) -> nn.Module:
     return copy.deepcopy(module).eval().double()
 
 
-class _float64:  # noqa: N801 - used like a function
+class _DefaultDtype:
     """Make a float type torch's default, for numbers that become tensors on the way."""
 
     def __init__(self, dtype: torch.dtype = torch.float64) -> None:

@@ -1,0 +1,297 @@
+"""Whether a torch module is the same network as a Keras model: both in float64, layer by layer.
+
+Each layer of the torch side is given what the Keras side gave to its own, so a wrong layer does not hide behind those before it, and
+each gap is held against the floor of its operations. The whole network is run too, which shows a layer that is right but wired wrong.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Literal
+
+from isobatch.compare import Comparison, compare
+from isobatch.errors import SpecError
+from isobatch.operations import find_operation
+from isobatch.registry import get_backend
+from isobatch.rows import split_sizes
+from isobatch.spec import Spec, references
+from isobatch.trees import flatten
+
+if TYPE_CHECKING:
+    import numpy as np
+
+__all__ = ["Closeness", "LayerCheck", "ParallelCheck", "Verdict", "judge"]
+
+WHOLE = 1000.0
+"""How much the gaps of single layers may grow on the way through the network: a wiring fault is of order one."""
+
+Word = Literal["PASS", "FAIL", "INCONCLUSIVE"]
+
+
+@dataclass(frozen=True, slots=True)
+class LayerCheck:
+    """One layer.
+
+    Args:
+        layer: Its path.
+        operations: What it consists of.
+        check: Its output against the Keras side's; what is allowed is the floor of its operations.
+    """
+
+    layer: str
+    operations: tuple[str, ...]
+    check: Comparison
+
+    def __str__(self) -> str:
+        return f"{self.layer} ({', '.join(self.operations)}): {self.check}"
+
+
+@dataclass(frozen=True, slots=True)
+class Closeness:
+    """How close both sides are in the user's own precision; stated, not judged.
+
+    Args:
+        precision: The type.
+        gap: Between the two sides, scaled.
+        keras: Rounding error of the Keras side: its own run against its float64 run, scaled.
+        torch: Rounding error of the torch side, likewise.
+    """
+
+    precision: str
+    gap: float
+    keras: float
+    torch: float
+
+    @property
+    def ratio(self) -> float:
+        """The gap as a multiple of the greater rounding error; a small one is rounding."""
+        return self.gap / (max(self.keras, self.torch) or 1.0)
+
+    def __str__(self) -> str:
+        return (
+            f"{self.precision}: gap {self.gap:.1e}, {self.ratio:.1f} times the rounding error "
+            f"(Keras {self.keras:.1e}, torch {self.torch:.1e})"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ParallelCheck:
+    """Both sides over so many replicas, in float64.
+
+    Args:
+        replicas: Number of replicas.
+        sizes: Rows that each got.
+        checks: Keras parallel against single, torch parallel against single, and torch parallel against Keras parallel, by
+            `keras`, `torch` and `keras-torch`.
+    """
+
+    replicas: int
+    sizes: tuple[int, ...]
+    checks: Mapping[str, Comparison]
+
+    @property
+    def passed(self) -> bool:
+        """Whether all of them agree."""
+        return all(check.passed for check in self.checks.values())
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """The answer.
+
+    Args:
+        word: `"PASS"`, `"FAIL"` or `"INCONCLUSIVE"`.
+        layers: One for each layer, in order; empty when the torch module is no twin of ours, or nothing could be run.
+        whole: The network's outputs.
+        reason: Why there is no answer.
+        closeness: In the user's own precision.
+        parallel: Over several replicas.
+    """
+
+    word: Word
+    layers: tuple[LayerCheck, ...] = ()
+    whole: Comparison | None = None
+    reason: str = ""
+    closeness: Closeness | None = None
+    parallel: tuple[ParallelCheck, ...] = field(default=())
+
+    @property
+    def passed(self) -> bool:
+        """Whether the networks are the same."""
+        return self.word == "PASS"
+
+    @property
+    def wrong(self) -> tuple[LayerCheck, ...]:
+        """Every layer that differs, the farthest above its floor first."""
+        found = [layer for layer in self.layers if not layer.check.passed]
+        return tuple(sorted(found, key=lambda one: one.check.scaled / one.check.allowed, reverse=True))
+
+    def __str__(self) -> str:
+        lines = [self._headline()]
+        lines += [f"  {layer}" for layer in self.wrong]
+        if self.whole is not None:
+            lines.append(f"  whole network: {self.whole}")
+        if self.closeness is not None:
+            lines.append(f"  {self.closeness}")
+        for one in self.parallel:
+            for name, check in one.checks.items():
+                lines.append(f"  {one.replicas} replicas, rows {' '.join(map(str, one.sizes))}, {name}: {check}")
+        return "\n".join(lines)
+
+    def _headline(self) -> str:
+        if self.word == "INCONCLUSIVE":
+            return f"INCONCLUSIVE: {self.reason}"
+        if self.word == "PASS":
+            return f"PASS: {len(self.layers)} layers agree in float64" if self.layers else "PASS: the outputs agree in float64"
+        wrong = len(self.wrong)
+        return f"FAIL: {wrong} of {len(self.layers)} layers differ" if wrong else "FAIL: the outputs differ"
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return everything in plain containers, as it goes into JSON."""
+        return {**asdict(self), "wrong": [layer.layer for layer in self.wrong]}
+
+
+def judge(
+    keras_model: Any,
+    torch_module: Any,
+    batch: Any,
+    *,
+    factory: Callable[[], Any] | None = None,
+    layout: str = "channels_last",
+    replicas: Sequence[int] = (),
+    precision: str | None = "float32",
+) -> Verdict:
+    """Say whether a torch module is the same network as a Keras model.
+
+    Args:
+        keras_model: A functional or sequential `keras.Model`.
+        torch_module: From `isobatch.twin` or `isobatch_torch.from_spec`; or any other module, of which only the outputs are
+            compared.
+        batch: Arrays `(B, ...)` as the Keras model is given them.
+        factory: Builds the Keras model, for one that cannot be rebuilt from its configuration.
+        layout: `"channels_first"` if a module that is no twin takes and gives channels first.
+        replicas: Numbers of replicas over which both sides are run as well.
+        precision: In which closeness is stated; `None` for not at all.
+
+    Returns:
+        The verdict.
+
+    >>> import keras, isobatch, numpy as np
+    >>> model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3), keras.layers.LayerNormalization(name="norm")])
+    >>> twin = isobatch.twin(model)
+    >>> rows = np.array([[0.0, 1, 2, 3], [3, 1, 4, 1]])
+    >>> judge(model, twin, rows).word
+    'PASS'
+    >>> twin.norm.eps = 1e-5  # torch's own default
+    >>> [layer.layer for layer in judge(model, twin, rows).wrong]
+    ['norm']
+    """
+    keras_side, torch_side = sides = _sides()
+    try:
+        record = keras_side.record(keras_model, batch, factory)
+        in_float64 = keras_side.in_float64(keras_model, factory) if replicas else None
+    except keras_side.Refusal as error:
+        return Verdict("INCONCLUSIVE", reason=f"{error}. Cure: factory=, a function that builds the model.")
+    expected = _outputs(record.spec, record.values)
+    floor = max((find_operation(node.operation).floor for node in record.spec.nodes), default=0.0)
+    layers = _layer_checks(torch_side, torch_module, record) if torch_side.spec_of(torch_module) is not None else ()
+    first = layout == "channels_first"
+    found = _lists(torch_side.predict(torch_module, batch, channels_first=first))
+    whole = compare(found, expected, WHOLE * floor)
+    runs = tuple(
+        _parallel_check(sides, (in_float64, torch_module), batch, count, WHOLE * floor, first=first)
+        for count in replicas
+    )
+    passed = whole.passed and all(layer.check.passed for layer in layers) and all(run.passed for run in runs)
+    closeness = None
+    if precision is not None and whole.fault in {"", "values"}:
+        ours = _lists(torch_side.predict(torch_module, batch, precision, channels_first=first))
+        theirs = _lists(keras_side.predict(keras_model, batch))
+        closeness = Closeness(precision, _scaled(ours, theirs), _scaled(theirs, expected), _scaled(ours, found))
+    return Verdict("PASS" if passed else "FAIL", layers, whole, closeness=closeness, parallel=runs)
+
+
+def _sides() -> tuple[Any, Any]:
+    for name in ("torch", "keras"):  # torch must be loaded before TensorFlow
+        get_backend(name)
+    return importlib.import_module("isobatch_keras.spec"), importlib.import_module("isobatch_torch.spec")
+
+
+def _layer_checks(torch_side: Any, module: Any, record: Any) -> tuple[LayerCheck, ...]:
+    spec: Spec = torch_side.spec_of(module)
+    if [replace(node, weights={}) for node in spec.nodes] != [replace(node, weights={}) for node in record.spec.nodes]:
+        msg = "Expected a twin of this Keras model, got one of another network."
+        raise SpecError(msg)
+    operations: dict[str, list[str]] = {}
+    for node in spec.nodes:
+        operations.setdefault(node.layer or node.name, []).append(node.operation)
+    layers = {node.name: node.layer or node.name for node in spec.nodes}
+    checks: list[LayerCheck] = []
+
+    def report(reference: str, found: Any) -> None:
+        name = reference.partition(":")[0]
+        parts = tuple(dict.fromkeys(operations[layers[name]]))
+        allowed = max(find_operation(part).floor for part in parts)
+        if isinstance(found, Exception):
+            check = _failed(name, f"{type(found).__name__}: {found}", allowed)
+        elif reference in record.values:
+            check = compare(found, record.values[reference], allowed)
+        else:
+            return
+        checks.append(LayerCheck(layers[name] if name == reference else reference, parts, check))
+
+    torch_side.evaluate_layers(module, spec, record.values, report)
+    return tuple(checks)
+
+
+def _failed(path: str, detail: str, allowed: float) -> Comparison:
+    inf = float("inf")
+    return Comparison(passed=False, allowed=allowed, fault="error", path=path, absolute=inf, scaled=inf, detail=detail)
+
+
+def _parallel_check(
+    sides: tuple[Any, Any], models: tuple[Any, Any], batch: Any, count: int, allowed: float, *, first: bool
+) -> ParallelCheck:
+    from isobatch.parallel import data_parallel
+
+    def split(model: Any) -> Any:
+        return data_parallel(model, [f"cpu:{rank}" for rank in range(count)])
+
+    keras_single, keras_split = (_lists(sides[0].predict(model, batch)) for model in (models[0], split(models[0])))
+    torch_single, torch_split = (
+        _lists(sides[1].predict(models[1], batch, channels_first=first, wrap=wrap)) for wrap in (None, split)
+    )
+    return ParallelCheck(
+        count,
+        split_sizes(len(flatten(batch)[0][0]), count),
+        {
+            "keras": compare(keras_split, keras_single, allowed),
+            "torch": compare(torch_split, torch_single, allowed),
+            "keras-torch": compare(torch_split, keras_split, allowed),
+        },
+    )
+
+
+def _outputs(spec: Spec, values: Mapping[str, np.ndarray[Any, Any]]) -> Any:
+    def filled(nest: Any) -> Any:
+        if isinstance(nest, dict):
+            return {key: filled(value) for key, value in nest.items()}
+        return [filled(value) for value in nest] if isinstance(nest, list) else values[next(references(nest))]
+
+    return filled(spec.outputs)
+
+
+def _lists(nest: Any) -> Any:
+    """Tuples as lists: frameworks return several outputs in either."""
+    if isinstance(nest, dict):
+        return {key: _lists(value) for key, value in nest.items()}
+    return [_lists(value) for value in nest] if isinstance(nest, list | tuple) else nest
+
+
+def _scaled(found: Any, expected: Any) -> float:
+    import numpy as np
+
+    as_float64 = [np.asarray(one).astype("float64") for one in flatten(found)[0]]
+    return compare(as_float64, [np.asarray(one).astype("float64") for one in flatten(expected)[0]], 1.0).scaled
