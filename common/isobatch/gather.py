@@ -24,7 +24,10 @@ _MARKS = (
     "Return isobatch.Broadcast(value) for what has no batch axis, isobatch.Rows(value) for rows whose number differs from the "
     "input's, or set output_axis=...."
 )
-_PADDING = "Pad to a length that does not depend on the shard; torch.nn.utils.rnn.pad_packed_sequence takes total_length=... for this."
+_PADDING = (
+    "If another axis is the batch axis of this output, set output_axis=.... If the length of an axis depends on the shard, pad to "
+    "one that does not; torch.nn.utils.rnn.pad_packed_sequence takes total_length=... for this."
+)
 
 
 def gather(backend: Backend, results: Sequence[Result], device: Device, options: Options) -> Any:
@@ -166,6 +169,10 @@ class _Join:
         """Keep once what all replicas agree on."""
         flat = [self.flatten(value) for value in values]
         leaves, spec = flat[0]
+        for leaf in leaves:
+            if isinstance(leaf, Iterator):
+                msg = f"Expected outputs that can be joined, got {leaf!r} at {path_text(path, 'output')}; return a list or an array."
+                raise LeafTypeError(msg)
         if any(other != spec for _, other in flat):
             raise self.fault(path, values, "the same structure on every replica", hint)
         for first, *others in zip(*(row for row, _ in flat), strict=True):
@@ -179,9 +186,6 @@ class _Join:
     def agree(self, path: Path, a: Any, b: Any) -> bool:
         if self.backend.shape(a) is not None:
             return self.backend.shape(b) is not None and self.backend.equal(a, b)
-        if isinstance(a, Iterator):
-            msg = f"Expected outputs that can be joined, got {a!r} at {path_text(path, 'output')}; return a list or an array."
-            raise LeafTypeError(msg)
         if a is b:
             return True
         if type(a) is not type(b):

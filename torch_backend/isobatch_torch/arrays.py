@@ -13,6 +13,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_
 from isobatch.backend import Scalars
 from isobatch.devices import Device
 from isobatch_torch.accelerators import memory, same_memory
+from isobatch_torch.workers import is_confined
 
 __all__ = ["equal", "join", "reduce", "shape", "take"]
 
@@ -30,7 +31,7 @@ def shape(value: Any) -> tuple[int, ...] | None:
     """
     if isinstance(value, torch.Tensor):
         return (value.size(0),) if value.is_nested else tuple(map(int, value.shape))  # sizes may be symbols
-    if isinstance(value, np.ndarray):
+    if isinstance(value, np.ndarray | np.generic):
         return value.shape
     if isinstance(value, PackedSequence):
         return (int(value.batch_sizes[0]),)
@@ -50,7 +51,7 @@ def take(array: Any, rows: slice | None, axis: int, device: Device) -> Any:
     tensor([1, 2])
     """
     whole = rows is None or (rows.start == 0 and rows.stop == (shape(array) or ())[axis])
-    if isinstance(array, np.ndarray):
+    if isinstance(array, np.ndarray | np.generic):
         return array if whole else array[(slice(None),) * axis + (rows,)]
     if not whole and rows is not None:
         array = _rows(array, rows, axis)
@@ -66,11 +67,36 @@ def _rows(array: Any, rows: slice, axis: int) -> Any:
         return _pack(padded[rows], lengths[rows], is_sorted=array.sorted_indices is None)
     if array.is_nested:
         return _nest(list(array.unbind())[rows], array)
+    start, length = rows.start, rows.stop - rows.start
     if array.layout != torch.strided:
-        return array.index_select(axis, torch.arange(rows.start, rows.stop, device=array.device))
-    return array.narrow(
-        axis, rows.start, rows.stop - rows.start
-    )  # chunk's views refuse edits in place under autograd
+        found = array.to_sparse_coo().index_select(axis, torch.arange(start, rows.stop, device=array.device))
+        return found.to_sparse(layout=array.layout)
+    if is_confined():
+        return array.narrow(axis, start, length)
+    if array.requires_grad and torch.is_grad_enabled():
+        return _Slice.apply(array, axis, start, length)
+    return array.narrow(axis, start, length).data
+
+
+class _Slice(torch.autograd.Function):
+    """Rows of a tensor that share its memory, but not its version.
+
+    With views a replica that edits its rows in place (a first layer `ReLU(inplace=True)`) would seem to have changed
+    what the other replicas have saved for the backward pass.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, array: torch.Tensor, axis: int, start: int, length: int) -> torch.Tensor:
+        ctx.place = (axis, start, array.shape)
+        return array.narrow(axis, start, length).data
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        axis, start, shape = ctx.place
+        (grad,) = grads
+        before, after = list(shape), list(shape)
+        before[axis], after[axis] = start, shape[axis] - start - grad.shape[axis]
+        return torch.cat([grad.new_zeros(before), grad, grad.new_zeros(after)], axis), None, None, None
 
 
 def join(arrays: Sequence[Any], axis: int, device: Device) -> Any:
@@ -85,7 +111,7 @@ def join(arrays: Sequence[Any], axis: int, device: Device) -> Any:
     torch.Size([3, 2])
     """
     first = arrays[0]
-    if isinstance(first, np.ndarray):
+    if isinstance(first, np.ndarray | np.generic):
         return first if len(arrays) == 1 else np.concatenate(arrays, axis)
     target = memory(device)
     if len(arrays) > 1 and target.type != "cpu" and all(_is_on(array, target.type) for array in arrays):
@@ -97,6 +123,8 @@ def join(arrays: Sequence[Any], axis: int, device: Device) -> Any:
         return _join_packed(parts)
     if first.is_nested:
         return _nest([row for part in parts for row in part.unbind()], first)
+    if first.layout != torch.strided:
+        return torch.cat([part.to_sparse_coo() for part in parts], axis).to_sparse(layout=first.layout)
     return torch.cat(parts, axis)
 
 
@@ -141,7 +169,7 @@ def reduce(arrays: Sequence[Any], weights: Sequence[int], how: Scalars, device: 
     >>> reduce([torch.tensor(1.0), torch.tensor(4.0)], [2, 1], "mean", Device("cpu"))
     tensor(2.)
     """
-    if isinstance(arrays[0], np.ndarray):
+    if isinstance(arrays[0], np.ndarray | np.generic):
         stacked = np.stack(arrays)
         return (
             stacked
@@ -179,7 +207,7 @@ def equal(a: Any, b: Any) -> bool:
         return equal(a.data, b.data) and equal(a.batch_sizes, b.batch_sizes)
     if a.dtype != b.dtype:
         return False
-    if isinstance(a, np.ndarray):
+    if isinstance(a, np.ndarray | np.generic):
         return np.array_equal(a, b, equal_nan=a.dtype.kind in "fc")
     return _equal_tensors(a, b.to(a.device))
 

@@ -84,7 +84,9 @@ class Engine:
         mode = (method, state, self.copies.modes)
         known = self.habits.get(mode)
         confined = is_confined()
-        live = known.live if known else frozenset[Place]() if confined and not any(self.copies.modes) else None
+        live = (
+            known.live if known else frozenset[Place]() if confined and not any(self.copies.modes) else None
+        )
         kept = RunningState(self.copies, [shard.rank for shard in shards], state, live)
         calls = [
             kept.bind(position, bound_call(getattr(self.copies.root(shard.rank), method), shard))
@@ -102,7 +104,9 @@ class Engine:
             self.learn(mode, known, live, drew=drew, outcomes=outcomes)
         return [Result(shard, outcome.value) for shard, outcome in zip(shards, outcomes, strict=True)]
 
-    def call(self, calls: Sequence[Callable[[], Any]], kept: RunningState, *, here: bool, gap: int | None) -> list[Outcome]:
+    def call(
+        self, calls: Sequence[Callable[[], Any]], kept: RunningState, *, here: bool, gap: int | None
+    ) -> list[Outcome]:
         """Make the replicas' calls, and take their state back."""
         try:
             if here:
@@ -110,7 +114,9 @@ class Engine:
             threads = max(1, torch.get_num_threads() // len(self.devices))
             return run_all(calls, kept.ranks, ThreadState.capture(threads), gap)
         except BaseException:
-            self.copies = Copies(self.template, len(self.devices))  # workers may go on for a while with the old ones
+            self.copies = Copies(
+                self.template, len(self.devices)
+            )  # workers may go on for a while with the old ones
             raise
         finally:
             kept.take_back()

@@ -18,6 +18,7 @@ from queue import SimpleQueue
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 from torch.overrides import _get_current_function_mode_stack  # pyright: ignore[reportUnknownVariableType, reportPrivateUsage]
 from torch.utils._device import DeviceContext
 
@@ -175,7 +176,7 @@ class ThreadState:
 def is_confined() -> bool:
     """Say whether this thread is under something that other threads cannot share.
 
-    Function transforms, dispatch and function modes (export, fake tensors), tracing and saved-tensor hooks act on the thread
+    Function transforms, forward-mode differentiation, dispatch and function modes (export, fake tensors), tracing and saved-tensor hooks act on the thread
     they were entered in; elsewhere the same code would give other results without a word.
 
     Returns:
@@ -189,6 +190,7 @@ def is_confined() -> bool:
         or torch._C._functorch.peek_interpreter_stack() is not None  # noqa: SLF001
         or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None  # noqa: FBT003, SLF001
         or torch._C._get_tracing_state() is not None  # noqa: SLF001
+        or forward_ad._current_level >= 0  # noqa: SLF001
         or torch.compiler.is_compiling()
         or (
             torch._C._len_torch_function_stack()  # noqa: SLF001
