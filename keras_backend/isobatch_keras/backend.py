@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Sequence
 from os import PathLike
+from pathlib import Path
 from typing import Any, ClassVar
 
 import keras
@@ -70,6 +73,8 @@ class KerasBackend(Backend):
     def load(
         self, path: str | PathLike[str], devices: DeviceRequest, options: Options, output_device: DeviceRequest
     ) -> keras.Model:
+        if not Path(path).exists():
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), os.fspath(path))
         model = keras.saving.load_model(path)
         parallel = self.data_parallel(model, devices, options, output_device)
         adopt_compilation(parallel, model)

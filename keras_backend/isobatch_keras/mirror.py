@@ -16,6 +16,9 @@ __all__ = ["Mirror", "adopt_compilation"]
 _STEPS = ("train_step", "test_step", "predict_step", "compute_loss", "compute_metrics")
 """What a class of models may do its own way in `fit`; done its way here too."""
 
+_UNSAVED = {"_operations", "_operations_by_depth", "_replicated", "operations", "template"}
+"""Where Keras would find the replicas, or the template a second time, when it looks for what to save."""
+
 if TYPE_CHECKING:
     _Base = keras.Model
 else:
@@ -75,8 +78,7 @@ class Mirror(_Base):
         return getattr(setup.template, name)
 
     def __dir__(self) -> list[str]:
-        # Keras saves what is found here: not the graph of replicas, and the template not twice.
-        return sorted({*super().__dir__(), *dir(self.template)} - {"_operations_by_depth", "_replicated", "template"})
+        return sorted({*super().__dir__(), *dir(self.template)} - _UNSAVED)
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} of {self.template!r} on {', '.join(map(str, self.devices))}>"

@@ -162,9 +162,7 @@ def _match_weights(call: Call, copy: Any) -> None:
     """A copy that made its weights only when it ran has the wrong ones."""
     if isinstance(copy, keras.layers.Layer):
         for old, new in zip(call.operation.variables, copy.variables, strict=True):
-            if "float" in new.dtype and not np.array_equal(
-                keras.ops.convert_to_numpy(old).astype("float64"), keras.ops.convert_to_numpy(new)
-            ):
+            if "float" in new.dtype and not np.array_equal(old.numpy().astype("float64"), new.numpy()):
                 msg = f"{call.path}: {type(copy).__name__} made {new.name!r} anew when it ran"
                 raise Refusal(msg)
 

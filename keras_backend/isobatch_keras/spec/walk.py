@@ -392,7 +392,7 @@ def _reachable(nodes: Sequence[Node], outputs: Sequence[str]) -> list[Node]:
 
 
 def _array(variable: Any) -> np.ndarray[Any, Any]:
-    array = np.asarray(keras.ops.convert_to_numpy(variable))
+    array = np.asarray(variable.numpy() if isinstance(variable, keras.Variable) else variable)
     return array.astype(np.float32) if array.dtype.name == "bfloat16" else array
 
 
