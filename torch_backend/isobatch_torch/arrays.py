@@ -7,13 +7,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.nn.parallel._functions import Gather
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
 from isobatch.backend import Scalars
 from isobatch.devices import Device
 from isobatch_torch.accelerators import memory, same_memory
-from isobatch_torch.workers import is_confined
+from isobatch_torch.internals import Gather, is_confined
 
 __all__ = ["equal", "join", "reduce", "shape", "take"]
 
@@ -52,7 +51,7 @@ def take(array: Any, rows: slice | None, axis: int, device: Device) -> Any:
     """
     whole = rows is None or (rows.start == 0 and rows.stop == (shape(array) or ())[axis])
     if isinstance(array, np.ndarray | np.generic):
-        return array if whole else array[(slice(None),) * axis + (rows,)]
+        return array if whole or isinstance(array, np.generic) else array[(slice(None),) * axis + (rows,)]
     if not whole and rows is not None:
         array = _rows(array, rows, axis)
     target = memory(device)
@@ -74,7 +73,7 @@ def _rows(array: Any, rows: slice, axis: int) -> Any:
     if is_confined():
         return array.narrow(axis, start, length)
     if array.requires_grad and torch.is_grad_enabled():
-        return _Slice.apply(array, axis, start, length)
+        return _Slice.apply(array, axis, start, length)  # type: ignore[no-untyped-call]
     return array.narrow(axis, start, length).data
 
 
@@ -111,21 +110,25 @@ def join(arrays: Sequence[Any], axis: int, device: Device) -> Any:
     torch.Size([3, 2])
     """
     first = arrays[0]
+    if len(arrays) == 1:
+        return take(first, None, axis, device)
     if isinstance(first, np.ndarray | np.generic):
-        return first if len(arrays) == 1 else np.concatenate(arrays, axis)
+        return np.concatenate(arrays, axis)
     target = memory(device)
-    if len(arrays) > 1 and target.type != "cpu" and all(_is_on(array, target.type) for array in arrays):
-        return Gather.apply(target, axis, *arrays)  # into one allocation
-    parts = [take(array, None, axis, device) for array in arrays]
-    if len(parts) == 1:
-        return parts[0]
+    if target.type != "cpu" and all(_is_on(array, target.type) for array in arrays):
+        return Gather.apply(target, axis, *arrays)  # type: ignore[no-untyped-call] # into one allocation
+    return _join_tensors([take(array, None, axis, device) for array in arrays], axis)
+
+
+def _join_tensors(parts: Sequence[Any], axis: int) -> Any:
+    first = parts[0]
     if isinstance(first, PackedSequence):
         return _join_packed(parts)
     if first.is_nested:
         return _nest([row for part in parts for row in part.unbind()], first)
     if first.layout != torch.strided:
         return torch.cat([part.to_sparse_coo() for part in parts], axis).to_sparse(layout=first.layout)
-    return torch.cat(parts, axis)
+    return torch.cat(list(parts), axis)
 
 
 def _is_on(array: Any, kind: str) -> bool:

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from os import PathLike
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
-from isobatch.backend import Backend, Options, Replica, Result, Shard
+from isobatch.backend import Backend, Options, Replica, Result, Scalars, Shard
 from isobatch.devices import Device, DeviceRequest
-from isobatch_torch import arrays
 from isobatch_torch.accelerators import visible
+from isobatch_torch.arrays import equal, join, reduce, shape, take
 from isobatch_torch.engine import Engine, bound_call, check_outcomes
-from isobatch_torch.workers import ThreadState, is_confined, run_all, run_here
+from isobatch_torch.internals import is_confined
+from isobatch_torch.workers import ThreadState, run_all, run_here
 
 __all__ = ["BACKEND", "TorchBackend"]
 
@@ -23,15 +24,30 @@ class TorchBackend(Backend):
     """Data parallelism for `torch.nn.Module`s."""
 
     name: ClassVar[str] = "torch"
-    shape = staticmethod(arrays.shape)
-    take = staticmethod(arrays.take)
-    join = staticmethod(arrays.join)
-    reduce = staticmethod(arrays.reduce)
-    equal = staticmethod(arrays.equal)
 
     def devices(self) -> tuple[Device, ...]:
         """Return the devices that torch sees, accelerators first."""
         return visible()
+
+    def shape(self, value: Any) -> tuple[int, ...] | None:
+        """Return an array's shape, and `None` for what is no array."""
+        return shape(value)
+
+    def take(self, array: Any, rows: slice | None, axis: int, device: Device) -> Any:
+        """Return rows of an array on a device."""
+        return take(array, rows, axis, device)
+
+    def join(self, arrays: Sequence[Any], axis: int, device: Device) -> Any:
+        """Return arrays put together along an axis, on a device."""
+        return join(arrays, axis, device)
+
+    def reduce(self, arrays: Sequence[Any], weights: Sequence[int], how: Scalars, device: Device) -> Any:
+        """Return 0-d arrays reduced to one."""
+        return reduce(arrays, weights, how, device)
+
+    def equal(self, a: Any, b: Any) -> bool:
+        """Return whether two arrays have the same shape, type and values."""
+        return equal(a, b)
 
     def replicate(self, model: nn.Module, devices: Sequence[Device]) -> list[Replica[nn.Module]]:
         """Return the module as run on each device: modules of their own that share its weights."""

@@ -110,9 +110,9 @@ class DataParallel(nn.DataParallel[nn.Module]):
             return getattr(self.module, method)(*args, **kwargs)
         return self.gather(self.parallel_apply(self.scatter(args, kwargs, method), method))
 
-    def scatter(
+    def scatter(  # type: ignore[override]
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], method: str = "__call__"
-    ) -> list[Shard]:  # type: ignore[override]
+    ) -> list[Shard]:
         """Split the arguments of a call.
 
         Args:
@@ -167,22 +167,22 @@ class DataParallel(nn.DataParallel[nn.Module]):
         return engine
 
     @property
-    def device_ids(self) -> list[int]:
+    def device_ids(self) -> list[int]:  # type: ignore[override]
         """The devices' numbers, as `torch.nn.DataParallel` gives them."""
         return [device.index for device in self.devices]
 
     @property
-    def src_device_obj(self) -> torch.device:
+    def src_device_obj(self) -> torch.device:  # type: ignore[override]
         """Where the weights are expected."""
         return memory(self.devices[0])
 
     @property
-    def output_device(self) -> torch.device:
+    def output_device(self) -> torch.device:  # type: ignore[override]
         """Where results are put together."""
         return memory(vars(self)["_output"])
 
     @property
-    def training(self) -> bool:
+    def training(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride, reportIncompatibleUnannotatedOverride]
         """Whether the module is in training mode."""
         return self.module.training
 
@@ -203,7 +203,7 @@ class DataParallel(nn.DataParallel[nn.Module]):
         return self
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> DataParallel:  # noqa: FBT001, FBT002 - torch's signature
-        self.module._apply(fn, recurse)  # noqa: SLF001
+        self.module._apply(fn, recurse)  # type: ignore[no-untyped-call] # noqa: SLF001
         return self
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
@@ -219,9 +219,11 @@ class DataParallel(nn.DataParallel[nn.Module]):
             state._metadata = OrderedDict((_stripped(f"{key}."), value) for key, value in metadata.items())  # noqa: SLF001
         return self.module.load_state_dict(state, *args, **kwargs)
 
-    def _load_from_state_dict(self, state_dict: MutableMapping[str, Any], prefix: str, *args: Any) -> None:
+    def _load_from_state_dict(
+        self, state_dict: MutableMapping[str, Any], prefix: str, *args: Any, **kwargs: Any
+    ) -> None:
         self._drop_prefix(state_dict, prefix)  # inside of a larger module that is being loaded
-        self.module._load_from_state_dict(state_dict, prefix, *args)  # noqa: SLF001
+        self.module._load_from_state_dict(state_dict, prefix, *args, **kwargs)  # noqa: SLF001
 
     def _drop_prefix(self, state: MutableMapping[str, Any], prefix: str) -> None:
         if "module" not in self._modules:  # else it is a name like any other
@@ -258,13 +260,13 @@ class DataParallel(nn.DataParallel[nn.Module]):
         delattr(self.module, name)
 
     def __dir__(self) -> list[str]:
-        return sorted({*super().__dir__(), *dir(self.module)})
+        return sorted({*object.__dir__(self), *dir(self.module)})
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_engine": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
         _share(self)
 
     def __bool__(self) -> bool:
@@ -274,7 +276,7 @@ class DataParallel(nn.DataParallel[nn.Module]):
         return len(self.module)  # type: ignore[arg-type]
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(self.module)  # type: ignore[call-overload, no-any-return]
+        return iter(self.module)  # type: ignore[call-overload]
 
     def __contains__(self, item: object) -> bool:
         return item in self.module  # type: ignore[operator]

@@ -15,10 +15,11 @@ from torch import nn
 from isobatch.backend import Replica, Result, Shard, StatePolicy, running
 from isobatch.devices import Device
 from isobatch_torch.accelerators import KIND, current, memory, same_memory
+from isobatch_torch.internals import is_confined
 from isobatch_torch.random import positions
 from isobatch_torch.replicas import Copies
 from isobatch_torch.state import Place, RunningState
-from isobatch_torch.workers import Outcome, ThreadState, is_confined, run_all, run_here
+from isobatch_torch.workers import Outcome, ThreadState, run_all, run_here
 
 __all__ = ["Engine", "Schedule", "bound_call", "check_outcomes", "is_home", "run_template"]
 

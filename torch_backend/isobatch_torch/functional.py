@@ -14,6 +14,7 @@ from isobatch_torch.accelerators import one_device, visible
 from isobatch_torch.arrays import shape
 from isobatch_torch.backend import BACKEND
 from isobatch_torch.data_parallel import DataParallel
+from isobatch_torch.internals import parameters_of
 
 __all__ = ["data_parallel", "gather", "parallel_apply", "replicate", "scatter", "scatter_kwargs"]
 
@@ -76,9 +77,9 @@ def replicate(network: nn.Module, devices: DeviceRequest, detach: bool = False) 
     """
     modules = [replica.module for replica in BACKEND.replicate(network, resolve_devices(devices, visible()))]
     for part in (part for module in modules if detach for part in module.modules()):
-        for name, parameter in part._parameters.items():  # noqa: SLF001
+        for name, parameter in parameters_of(part).items():
             if parameter is not None:
-                part._parameters[name] = nn.Parameter(parameter.detach(), requires_grad=False)  # noqa: SLF001
+                parameters_of(part)[name] = nn.Parameter(parameter.detach(), requires_grad=False)
     return modules
 
 

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextvars import ContextVar
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm, _NormBase  # pyright: ignore[reportPrivateUsage]
+
+from isobatch_torch.internals import BatchNorm, RunningNorm, buffers_of, move_towards
 
 __all__ = ["Statistics", "merge_statistics", "recorded", "watch"]
 
 
-class Statistics(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Statistics:
     """What one call of a normalisation layer saw.
 
     Args:
@@ -35,7 +38,7 @@ recorded: ContextVar[dict[nn.Module, list[Statistics]] | None] = ContextVar(
 _STATE = ("running_mean", "running_var", "num_batches_tracked")
 
 
-def watch(copy: nn.Module) -> None:
+def watch(copy: Any) -> None:
     """Make a replica's layer record its statistics, if it is one that has any.
 
     The layer computes them itself: for the length of a call it is given empty state and a momentum of one.
@@ -43,14 +46,14 @@ def watch(copy: nn.Module) -> None:
     Args:
         copy: A module of a replica.
     """
-    if isinstance(copy, _NormBase) and copy.track_running_stats:
+    if isinstance(copy, RunningNorm) and copy.track_running_stats:
         copy.register_forward_pre_hook(_before)
-        handle = copy.register_forward_hook(_after, always_call=True)
-        copy._forward_hooks.move_to_end(handle.id, last=False)  # noqa: SLF001 - before those that the user added
+        # Before those that the user added.
+        copy.register_forward_hook(_after, prepend=True, always_call=True)
 
 
-def _before(layer: nn.Module, _: Any) -> None:
-    buffers = layer._buffers  # noqa: SLF001
+def _before(layer: Any, _: Any) -> None:
+    buffers = buffers_of(layer)
     if recorded.get() is None or not layer.training or buffers["running_mean"] is None:
         return
     layer.__dict__["_isobatch_kept"] = ({name: buffers[name] for name in _STATE}, layer.momentum)
@@ -60,19 +63,19 @@ def _before(layer: nn.Module, _: Any) -> None:
     layer.momentum = 1.0
 
 
-def _after(layer: nn.Module, _: Any, output: Any) -> None:
+def _after(layer: Any, _: Any, output: Any) -> None:
     kept = layer.__dict__.pop("_isobatch_kept", None)
     if kept is None:
         return
-    mean, var = layer._buffers["running_mean"], layer._buffers["running_var"]  # noqa: SLF001
-    layer._buffers.update(kept[0])  # noqa: SLF001
+    mean, var = (buffers_of(layer)[name] for name in _STATE[:2])
+    buffers_of(layer).update(kept[0])
     layer.momentum = kept[1]
     calls = recorded.get()
     if calls is None or not isinstance(output, torch.Tensor) or mean is None or var is None:
         return  # the call failed
-    if isinstance(layer, _BatchNorm):
+    if isinstance(layer, BatchNorm):
         count = output.numel() // len(mean)
-    elif output.dim() == layer._get_no_batch_dim():  # type: ignore[operator] # noqa: SLF001
+    elif output.dim() == layer._get_no_batch_dim():  # noqa: SLF001
         count = 1
     else:  # the layer's statistics are the mean over its instances of each one's
         count = len(output)
@@ -88,24 +91,13 @@ def merge_statistics(calls: Sequence[tuple[nn.Module, Sequence[Statistics]]]) ->
     groups: dict[Any, list[tuple[Any, Sequence[Statistics]]]] = {}
     for layer, parts in calls:
         mean = parts[0].mean
-        groups.setdefault(
-            (isinstance(layer, _BatchNorm), _factor(layer), mean.dtype, mean.device, len(parts)), []
-        ).append((layer, parts))
+        kind = (isinstance(layer, BatchNorm), _factor(layer), mean.dtype, mean.device, len(parts))
+        groups.setdefault(kind, []).append((layer, parts))
     for (pooled, factor, *_), group in groups.items():
-        layers = [layer for layer, _ in group]
         mean, var = _pool([parts for _, parts in group], pooled=pooled)
-        channels = [len(layer.running_mean) for layer in layers]
-        for state, new in (
-            ([layer.running_mean for layer in layers], mean),
-            ([layer.running_var for layer in layers], var),
-        ):
-            torch._foreach_mul_(state, 1 - factor)
-            torch._foreach_add_(
-                state,
-                [part.to(old.dtype) for part, old in zip(new.split(channels), state, strict=True)],
-                alpha=factor,
-            )
-        for layer in layers:
+        _update([layer.running_mean for layer, _ in group], mean, factor)
+        _update([layer.running_var for layer, _ in group], var, factor)
+        for layer, _ in group:
             if pooled and layer.num_batches_tracked is not None:
                 layer.num_batches_tracked.add_(1)
 
@@ -114,7 +106,15 @@ def _factor(layer: Any) -> float:
     """Return how much of the new statistics the next update takes."""
     if layer.momentum is not None:
         return float(layer.momentum)
-    return 1.0 / (int(layer.num_batches_tracked) + 1) if isinstance(layer, _BatchNorm) else 0.0
+    if not isinstance(layer, BatchNorm):
+        return 0.0  # instance normalisation keeps no cumulative average
+    return 1.0 / (int(buffers_of(layer)["num_batches_tracked"] or 0) + 1)
+
+
+def _update(running: list[torch.Tensor], values: torch.Tensor, factor: float) -> None:
+    """Move running statistics towards new ones, which stand in a row."""
+    parts = torch.split(values, [len(state) for state in running])
+    move_towards(running, [part.to(running[0]) for part in parts], factor)
 
 
 def _pool(layers: Sequence[Sequence[Statistics]], *, pooled: bool) -> tuple[torch.Tensor, torch.Tensor]:
@@ -125,16 +125,13 @@ def _pool(layers: Sequence[Sequence[Statistics]], *, pooled: bool) -> tuple[torc
         [[part.count for part in parts] for parts in layers], dtype=torch.float64, device=device
     )
     count = counts.repeat_interleave(channels, 0)
-    means, variances = (
-        torch.stack(
-            [
-                torch.cat([parts[rank][field].to(device) for parts in layers])
-                for rank in range(len(layers[0]))
-            ],
-            1,
-        ).double()
-        for field in (1, 2)
-    )
+    by_rank = list(zip(*layers, strict=True))
+    means = torch.stack(
+        [torch.cat([part.mean.to(device) for part in parts]) for parts in by_rank], 1
+    ).double()
+    variances = torch.stack(
+        [torch.cat([part.var.to(device) for part in parts]) for parts in by_rank], 1
+    ).double()
     total = count.sum(1)
     mean = (count * means).sum(1) / total
     if not pooled:

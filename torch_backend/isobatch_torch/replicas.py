@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from isobatch_torch.checks import check_template
+from isobatch_torch.internals import buffers_of, children_of
 from isobatch_torch.norms import watch
 
 __all__ = ["Copies", "Node", "core"]
@@ -107,7 +108,7 @@ class Copies:
         self.buffers = [
             (node, name, buffer)
             for node in self.nodes
-            for name, buffer in node.original._buffers.items()  # noqa: SLF001
+            for name, buffer in buffers_of(node.original).items()
             if buffer is not None
         ]
         self._snapshot = _Snapshot(tuple(nodes))
@@ -126,8 +127,8 @@ def core(module: nn.Module) -> nn.Module:
     while True:
         if isinstance(module, nn.DataParallel):
             module = module.module
-        elif "_orig_mod" in module._modules:  # noqa: SLF001 - torch's OptimizedModule, whose class is slow to import
-            module = module._orig_mod  # noqa: SLF001
+        elif "_orig_mod" in children_of(module):  # torch's OptimizedModule, whose class is slow to import
+            module = module.get_submodule("_orig_mod")
         else:
             return module
 
@@ -171,7 +172,6 @@ def _walk(module: nn.Module, path: str, seen: set[nn.Module]) -> Iterator[tuple[
         return
     seen.add(module)
     yield path, module
-    if not isinstance(module, torch.jit.ScriptModule):
-        for name, child in module._modules.items():  # noqa: SLF001
-            if child is not None:
-                yield from _walk(core(child), f"{path}.{name}" if path else name, seen)
+    for name, child in children_of(module).items():
+        if child is not None:
+            yield from _walk(core(child), f"{path}.{name}" if path else name, seen)

@@ -13,6 +13,7 @@ from isobatch.backend import StatePolicy
 from isobatch.errors import StructureError
 from isobatch_torch.arrays import equal
 from isobatch_torch.checks import template_path
+from isobatch_torch.internals import buffers_of, version_of
 from isobatch_torch.norms import Statistics, merge_statistics, recorded
 from isobatch_torch.replicas import Copies, Node
 
@@ -69,8 +70,8 @@ class RunningState:
                 {"merge": 0, "first": 1, "sequential": len(parts)}[self.policy], len(parts)
             ):
                 parts[position] = own[position].setdefault(id(buffer), buffer.clone())
-                node.copies[self.ranks[position]]._buffers[name] = parts[position]  # noqa: SLF001
-        return _Loan(node, name, buffer, parts, start, _version(buffer))
+                buffers_of(node.copies[self.ranks[position]])[name] = parts[position]
+        return _Loan(node, name, buffer, parts, start, version_of(buffer))
 
     def bind(self, position: int, call: Callable[[], Any]) -> Callable[[], Any]:
         """Return a replica's call with its running state around it; to be made in a context of its own."""
@@ -87,22 +88,22 @@ class RunningState:
         def chained() -> Any:
             rank = self.ranks[position]
             for loan in self.loans:
-                loan.node.copies[rank]._buffers[loan.name] = loan.node.original._buffers[loan.name]  # noqa: SLF001
+                buffers_of(loan.node.copies[rank])[loan.name] = buffers_of(loan.node.original)[loan.name]
             try:
                 return call()
             finally:
                 for loan in self.loans:
-                    loan.node.original._buffers[loan.name] = loan.node.copies[rank]._buffers[loan.name]  # noqa: SLF001
+                    buffers_of(loan.node.original)[loan.name] = buffers_of(loan.node.copies[rank])[loan.name]
 
         return chained
 
     def take_back(self) -> None:
         """Note what the replicas left, and let them share the template's buffers again."""
         for loan in self.loans:
-            copies = [loan.node.copies[rank]._buffers for rank in self.ranks]  # noqa: SLF001
+            copies = [buffers_of(loan.node.copies[rank]) for rank in self.ranks]
             loan.ends = [buffers.get(loan.name) for buffers in copies]
             for buffers in copies:
-                buffers[loan.name] = loan.node.original._buffers[loan.name]  # noqa: SLF001
+                buffers[loan.name] = buffers_of(loan.node.original)[loan.name]
 
     def updated(self) -> frozenset[Place]:
         """Return the buffers that replicas turned out to update; after `take_back`, before `store`."""
@@ -120,7 +121,7 @@ class RunningState:
             if not self.unknown
             and loan.shared
             and not loan.buffer.requires_grad
-            and _version(loan.buffer) != loan.version
+            and version_of(loan.buffer) != loan.version
         )
 
     def store(self, sizes: Sequence[int], updated: frozenset[Place]) -> None:
@@ -210,10 +211,6 @@ def _merge(loan: _Loan, ends: Sequence[torch.Tensor | None], sizes: Sequence[int
 def _store(loan: _Loan, value: torch.Tensor | None) -> None:
     old = loan.buffer
     if value is None or value.shape != old.shape or value.dtype != old.dtype:
-        loan.node.original._buffers[loan.name] = None if value is None else value.detach().to(old.device)  # noqa: SLF001
+        buffers_of(loan.node.original)[loan.name] = None if value is None else value.detach().to(old.device)
     elif value is not old:
         old.copy_(value)
-
-
-def _version(tensor: torch.Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version  # noqa: SLF001

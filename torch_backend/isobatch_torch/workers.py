@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import Context, copy_context
 from dataclasses import dataclass
@@ -18,13 +18,11 @@ from queue import SimpleQueue
 from typing import Any
 
 import torch
-from torch.autograd import forward_ad
-from torch.overrides import _get_current_function_mode_stack  # pyright: ignore[reportUnknownVariableType, reportPrivateUsage]
-from torch.utils._device import DeviceContext
 
 from isobatch_torch.accelerators import KIND
+from isobatch_torch.internals import function_modes, make_nodes, node_count, set_grad_mode
 
-__all__ = ["Outcome", "ThreadState", "is_confined", "run_all", "run_here"]
+__all__ = ["Outcome", "ThreadState", "run_all", "run_here"]
 
 
 @dataclass(slots=True)
@@ -37,13 +35,13 @@ class Outcome:
 
     def run(self, call: Callable[[], Any]) -> None:
         """Make the call and note what came of it."""
-        start = _counter()
+        start = node_count()
         try:
             self.value = call()
         except BaseException as error:  # noqa: BLE001 - SystemExit and KeyboardInterrupt are the caller's to handle
             # Without this frame: it would close a cycle from the error to this outcome.
             self.error = error.with_traceback(error.__traceback__ and error.__traceback__.tb_next)
-        self.nodes = _counter() - start
+        self.nodes = node_count() - start
 
 
 def run_here(calls: Sequence[Callable[[], Any]]) -> list[Outcome]:
@@ -153,13 +151,13 @@ class ThreadState:
         # The cache of casts is one for all threads. Replicas that shared a cast would have their gradients added in its
         # narrow type, in the order in which they came to make it.
         cache = torch.is_autocast_cache_enabled() and not (grad and any(on for _, on, _ in autocast))
-        device = torch.get_default_device() if torch._C._len_torch_function_stack() else None  # noqa: SLF001
+        device = torch.get_default_device() if function_modes() else None
         return cls(grad, torch.is_inference_mode_enabled(), autocast, cache, device, threads)
 
     @contextmanager
-    def applied(self) -> Iterator[None]:
+    def applied(self) -> Generator[None]:
         """Give the calling thread this state."""
-        torch._C._set_grad_enabled(self.grad)  # noqa: SLF001
+        set_grad_mode(self.grad)
         for kind, on, dtype in self.autocast:
             torch.set_autocast_enabled(kind, on)
             torch.set_autocast_dtype(kind, dtype)
@@ -169,34 +167,8 @@ class ThreadState:
                 stack.enter_context(torch.inference_mode())
             if self.default_device is not None:
                 stack.enter_context(self.default_device)
-            torch._C._set_grad_enabled(self.grad)  # noqa: SLF001
+            set_grad_mode(self.grad)
             yield
-
-
-def is_confined() -> bool:
-    """Say whether this thread is under something that other threads cannot share.
-
-    Function transforms, forward-mode differentiation, dispatch and function modes (export, fake tensors), tracing and saved-tensor hooks act on the thread
-    they were entered in; elsewhere the same code would give other results without a word.
-
-    Returns:
-        Whether replicas have to run in this thread.
-
-    >>> is_confined()
-    False
-    """
-    return bool(
-        torch._C._len_torch_dispatch_stack()  # noqa: SLF001
-        or torch._C._functorch.peek_interpreter_stack() is not None  # noqa: SLF001
-        or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None  # noqa: FBT003, SLF001
-        or torch._C._get_tracing_state() is not None  # noqa: SLF001
-        or forward_ad._current_level >= 0  # noqa: SLF001
-        or torch.compiler.is_compiling()
-        or (
-            torch._C._len_torch_function_stack()  # noqa: SLF001
-            and not all(isinstance(mode, DeviceContext) for mode in _get_current_function_mode_stack())
-        )
-    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,7 +214,7 @@ def _serve(jobs: SimpleQueue[_Job | None], progress: _Progress) -> None:
             progress.threads = job.state.threads
             torch.set_num_threads(progress.threads)
         job.run()
-        progress.nodes = _counter()
+        progress.nodes = node_count()
         done = job.done
         del job  # nothing of a call outlives it
         done.put(None)
@@ -270,11 +242,9 @@ class _Pool:
 
 def _advance(floor: int) -> None:
     """Bring this thread's counter of autograd nodes up to a number."""
-    while (missing := floor - _counter()) > 0:
-        torch.atleast_1d([_SEED] * min(missing, 1000))
+    while (missing := floor - node_count()) > 0:
+        make_nodes(min(missing, 1000))
 
 
-_counter: Callable[[], int] = torch._C._autograd._get_sequence_nr  # noqa: SLF001
-_SEED = torch.zeros((), requires_grad=True)  # making a view of it makes one node
 _AUTOCAST_KINDS = ("cpu",) if KIND is None else ("cpu", KIND)
 _POOL = _Pool()

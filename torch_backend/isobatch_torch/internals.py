@@ -1,0 +1,121 @@
+"""What this package needs of torch that has no public name, all in one place.
+
+Tried on torch 2.6 and 2.13.
+"""
+
+# ruff: noqa: SLF001
+# pyright: reportPrivateUsage=false, reportPrivateImportUsage=false, reportAttributeAccessIssue=false
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd import forward_ad
+from torch.nn.modules import batchnorm
+from torch.nn.parallel._functions import Broadcast, Gather
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
+
+__all__ = [
+    "BatchNorm",
+    "Broadcast",
+    "Gather",
+    "RunningNorm",
+    "buffers_of",
+    "children_of",
+    "function_modes",
+    "is_confined",
+    "make_nodes",
+    "move_towards",
+    "node_count",
+    "parameters_of",
+    "set_grad_mode",
+    "version_of",
+]
+
+RunningNorm = batchnorm._NormBase
+BatchNorm = batchnorm._BatchNorm
+
+_C: Any = torch._C
+
+
+def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
+    """Return a module's own dictionary of parameters; none for a scripted module, whose are not Python's."""
+    found: dict[str, nn.Parameter | None] = vars(module).get("_parameters", {})
+    return found
+
+
+def buffers_of(module: nn.Module) -> dict[str, torch.Tensor | None]:
+    """Return a module's own dictionary of buffers; likewise."""
+    found: dict[str, torch.Tensor | None] = vars(module).get("_buffers", {})
+    return found
+
+
+def children_of(module: nn.Module) -> dict[str, nn.Module | None]:
+    """Return a module's own dictionary of modules; likewise."""
+    found: dict[str, nn.Module | None] = {} if isinstance(module, torch.jit.ScriptModule) else module._modules
+    return found
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """Return how often a tensor has been edited in place; tensors made in inference mode do not count it."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def move_towards(states: list[torch.Tensor], values: list[torch.Tensor], factor: float) -> None:
+    """Edit tensors in place: so much of the new values, the rest of the old ones."""
+    torch._foreach_mul_(states, 1 - factor)
+    torch._foreach_add_(states, values, alpha=factor)
+
+
+def set_grad_mode(on: bool) -> None:  # noqa: FBT001
+    """Say whether autograd records in this thread."""
+    _C._set_grad_enabled(on)
+
+
+def node_count() -> int:
+    """Return this thread's counter of autograd nodes, which decides the order in which gradients are added."""
+    count: int = _C._autograd._get_sequence_nr()
+    return count
+
+
+def make_nodes(count: int) -> None:
+    """Move this thread's counter of autograd nodes on."""
+    torch.atleast_1d([_SEED] * count)  # type: ignore[no-untyped-call] # views, made without returning to Python
+
+
+def function_modes() -> bool:
+    """Say whether this thread is under a function mode; a default device is one."""
+    return bool(_C._len_torch_function_stack())
+
+
+def is_confined() -> bool:
+    """Say whether this thread is under something that other threads cannot share.
+
+    Function transforms, forward-mode differentiation, dispatch and function modes (export, fake tensors), tracing and
+    saved-tensor hooks act on the thread they were entered in; elsewhere the same code would give other results without a word.
+
+    Returns:
+        Whether replicas have to run in this thread.
+
+    >>> is_confined()
+    False
+    """
+    return bool(
+        _C._len_torch_dispatch_stack()
+        or _C._functorch.peek_interpreter_stack() is not None
+        or _C._autograd._top_saved_tensors_default_hooks(True) is not None  # noqa: FBT003
+        or _C._get_tracing_state() is not None
+        or forward_ad._current_level >= 0
+        or torch.compiler.is_compiling()
+        or (function_modes() and not all(isinstance(mode, DeviceContext) for mode in _modes()))
+    )
+
+
+def _modes() -> list[Any]:
+    return _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+
+
+_SEED = torch.zeros((), requires_grad=True)
