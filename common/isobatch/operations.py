@@ -194,7 +194,9 @@ _OPERATIONS: dict[str, Operation] = {
     "sparse_plus": _operation("0, (x + 1)^2 / 4 or x"),
     "softmax": _operation("softmax over the axes, where `mask` is true", "axes"),
     "log_softmax": _operation("log of softmax over one axis", "axis"),
-    "sparsemax": _operation("projection on the simplex over one axis", "axis"),
+    "sparsemax": _operation(
+        "what Keras calls so: x less a threshold, and no less than 0, over one axis", "axis"
+    ),
     "glu": _operation("one half times the sigmoid of the other", "axis"),
     "identity": _operation("x"),
     # Noise, in training only
@@ -237,11 +239,12 @@ _OPERATIONS: dict[str, Operation] = {
     "constant": _operation("a stored array", value="any"),
     "masking": _operation("zeros where all features equal the value", "value"),
     "clip": _operation("least and greatest value", "low high", _FLOAT32_CONSTANT),
-    "cast": _operation("another type", "dtype"),
+    "cast": _operation("another type; any float type means the network's own", "dtype"),
     "one_hot": _operation("1 at the index, along a new axis", "classes axis"),
     "multi_hot": _operation("1 at each index of the last axis", "classes"),
     "count_hot": _operation("how often each index is in the last axis", "classes"),
     "discretize": _operation("index of the bin that holds x", "", boundaries="(bins - 1,)"),
+    "mod": _operation("remainder of a division, of the divisor's sign", "", 10 * _FLOAT32_CONSTANT),
     "where": _operation("b where a is true, else c"),
     **{
         name: _operation(f"{name} of two inputs, broadcast")
@@ -251,7 +254,6 @@ _OPERATIONS: dict[str, Operation] = {
             "multiply",
             "divide",
             "floor_divide",
-            "mod",
             "power",
             "maximum",
             "minimum",

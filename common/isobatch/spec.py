@@ -56,6 +56,7 @@ class Node:
         weights: Key in the spec's tensors of each weight, by role.
         layer: Path of the layer it is, or is a part of.
         module: Path of the module that is called; nodes of one module share attributes and weights.
+        outputs: How many outputs it has.
     """
 
     name: str
@@ -66,6 +67,7 @@ class Node:
     weights: Mapping[str, str] = field(default_factory=dict[str, str])
     layer: str = ""
     module: str = ""
+    outputs: int = 1
 
     def __str__(self) -> str:
         given = [*map(str, self.inputs), *(f"{key}={value}" for key, value in self.keywords.items())]
@@ -139,13 +141,13 @@ class Spec:
             SpecError: An operation is unknown, an attribute or a weight is missing or unknown, a node refers to what does not come
                 before it, or two nodes of one module differ.
         """
-        known: set[str] = set()
+        known: dict[str, int] = {}
         for one in self.inputs:
-            _once(one.name, known)
+            _once(one.name, known, 1)
         modules: dict[str, tuple[Any, ...]] = {}
         for node in self.nodes:
             self._check_node(node, known)
-            _once(node.name, known)
+            _once(node.name, known, node.outputs)
             what = (node.operation, dict(node.attributes), dict(node.weights))
             if modules.setdefault(node.module or node.name, what) != what:
                 msg = f"Expected the nodes of module {node.module!r} to be alike, {node.name!r} is not."
@@ -154,7 +156,7 @@ class Spec:
             _check_reference(reference, known, "the outputs")
         return self
 
-    def _check_node(self, node: Node, known: set[str]) -> None:
+    def _check_node(self, node: Node, known: dict[str, int]) -> None:
         try:
             operation = find_operation(node.operation)
         except SpecError as error:
@@ -189,7 +191,7 @@ class Spec:
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         save_file(
-            {key: np.ascontiguousarray(tensor) for key, tensor in self.tensors.items()}, folder / _FILES[1]
+            {key: np.array(tensor, order="C") for key, tensor in self.tensors.items()}, folder / _FILES[1]
         )
         body = {
             "version": VERSION,
@@ -291,7 +293,9 @@ def _node(body: Mapping[str, Any]) -> Node:
         *node.weights.values(),
     ):
         _string(text)
-    dict(node.attributes)
+    if type(node.outputs) is not int or not isinstance(node.attributes, dict):
+        msg = f"expected a number of outputs and attributes by name, got {node.outputs!r} and {node.attributes!r}"
+        raise TypeError(msg)
     return node
 
 
@@ -302,16 +306,16 @@ def _string(value: Any) -> str:
     return value
 
 
-def _once(name: str, known: set[str]) -> None:
+def _once(name: str, known: dict[str, int], outputs: int) -> None:
     if name in known or ":" in name:
         msg = f"Expected every name once and without a colon, got {name!r}."
         raise SpecError(msg)
-    known.add(name)
+    known[name] = outputs
 
 
-def _check_reference(reference: str, known: set[str], where: str) -> None:
+def _check_reference(reference: str, known: dict[str, int], where: str) -> None:
     name, _, output = reference.partition(":")
-    if name not in known or (output and not output.isdecimal()):
+    if name not in known or (output and not (output.isdecimal() and 0 < int(output) < known[name])):
         msg = f"Expected {where} to refer to what comes before it, got {reference!r}."
         raise SpecError(msg)
 

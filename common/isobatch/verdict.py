@@ -27,6 +27,9 @@ __all__ = ["Closeness", "LayerCheck", "ParallelCheck", "Verdict", "judge"]
 WHOLE = 1000.0
 """How much the gaps of single layers may grow on the way through the network: a wiring fault is of order one."""
 
+FLOAT32 = 1e-5
+"""The floor of a layer that the Keras side can only run in float32, a hundred units of its rounding."""
+
 Word = Literal["PASS", "FAIL", "INCONCLUSIVE"]
 
 
@@ -137,14 +140,20 @@ class Verdict:
             lines.append(f"  {self.closeness}")
         for one in self.parallel:
             for name, check in one.checks.items():
-                lines.append(f"  {one.replicas} replicas, rows {' '.join(map(str, one.sizes))}, {name}: {check}")
+                lines.append(
+                    f"  {one.replicas} replicas, rows {' '.join(map(str, one.sizes))}, {name}: {check}"
+                )
         return "\n".join(lines)
 
     def _headline(self) -> str:
         if self.word == "INCONCLUSIVE":
             return f"INCONCLUSIVE: {self.reason}"
         if self.word == "PASS":
-            return f"PASS: {len(self.layers)} layers agree in float64" if self.layers else "PASS: the outputs agree in float64"
+            return (
+                f"PASS: {len(self.layers)} layers agree in float64"
+                if self.layers
+                else "PASS: the outputs agree in float64"
+            )
         wrong = len(self.wrong)
         return f"FAIL: {wrong} of {len(self.layers)} layers differ" if wrong else "FAIL: the outputs differ"
 
@@ -196,7 +205,12 @@ def judge(
         return Verdict("INCONCLUSIVE", reason=f"{error}. Cure: factory=, a function that builds the model.")
     expected = _outputs(record.spec, record.values)
     floor = max((find_operation(node.operation).floor for node in record.spec.nodes), default=0.0)
-    layers = _layer_checks(torch_side, torch_module, record) if torch_side.spec_of(torch_module) is not None else ()
+    floor = max(floor, FLOAT32 if record.coarse else 0.0)
+    layers = (
+        _layer_checks(torch_side, torch_module, record)
+        if torch_side.spec_of(torch_module) is not None
+        else ()
+    )
     first = layout == "channels_first"
     found = _lists(torch_side.predict(torch_module, batch, channels_first=first))
     whole = compare(found, expected, WHOLE * floor)
@@ -209,7 +223,9 @@ def judge(
     if precision is not None and whole.fault in {"", "values"}:
         ours = _lists(torch_side.predict(torch_module, batch, precision, channels_first=first))
         theirs = _lists(keras_side.predict(keras_model, batch))
-        closeness = Closeness(precision, _scaled(ours, theirs), _scaled(theirs, expected), _scaled(ours, found))
+        closeness = Closeness(
+            precision, _scaled(ours, theirs), _scaled(theirs, expected), _scaled(ours, found)
+        )
     return Verdict("PASS" if passed else "FAIL", layers, whole, closeness=closeness, parallel=runs)
 
 
@@ -221,7 +237,9 @@ def _sides() -> tuple[Any, Any]:
 
 def _layer_checks(torch_side: Any, module: Any, record: Any) -> tuple[LayerCheck, ...]:
     spec: Spec = torch_side.spec_of(module)
-    if [replace(node, weights={}) for node in spec.nodes] != [replace(node, weights={}) for node in record.spec.nodes]:
+    if [replace(node, weights={}) for node in spec.nodes] != [
+        replace(node, weights={}) for node in record.spec.nodes
+    ]:
         msg = "Expected a twin of this Keras model, got one of another network."
         raise SpecError(msg)
     operations: dict[str, list[str]] = {}
@@ -233,7 +251,7 @@ def _layer_checks(torch_side: Any, module: Any, record: Any) -> tuple[LayerCheck
     def report(reference: str, found: Any) -> None:
         name = reference.partition(":")[0]
         parts = tuple(dict.fromkeys(operations[layers[name]]))
-        allowed = max(find_operation(part).floor for part in parts)
+        allowed = FLOAT32 if reference in record.coarse else max(find_operation(part).floor for part in parts)
         if isinstance(found, Exception):
             check = _failed(name, f"{type(found).__name__}: {found}", allowed)
         elif reference in record.values:
@@ -248,7 +266,9 @@ def _layer_checks(torch_side: Any, module: Any, record: Any) -> tuple[LayerCheck
 
 def _failed(path: str, detail: str, allowed: float) -> Comparison:
     inf = float("inf")
-    return Comparison(passed=False, allowed=allowed, fault="error", path=path, absolute=inf, scaled=inf, detail=detail)
+    return Comparison(
+        passed=False, allowed=allowed, fault="error", path=path, absolute=inf, scaled=inf, detail=detail
+    )
 
 
 def _parallel_check(
@@ -259,7 +279,9 @@ def _parallel_check(
     def split(model: Any) -> Any:
         return data_parallel(model, [f"cpu:{rank}" for rank in range(count)])
 
-    keras_single, keras_split = (_lists(sides[0].predict(model, batch)) for model in (models[0], split(models[0])))
+    keras_single, keras_split = (
+        _lists(sides[0].predict(model, batch)) for model in (models[0], split(models[0]))
+    )
     torch_single, torch_split = (
         _lists(sides[1].predict(models[1], batch, channels_first=first, wrap=wrap)) for wrap in (None, split)
     )
@@ -294,4 +316,6 @@ def _scaled(found: Any, expected: Any) -> float:
     import numpy as np
 
     as_float64 = [np.asarray(one).astype("float64") for one in flatten(found)[0]]
-    return compare(as_float64, [np.asarray(one).astype("float64") for one in flatten(expected)[0]], 1.0).scaled
+    return compare(
+        as_float64, [np.asarray(one).astype("float64") for one in flatten(expected)[0]], 1.0
+    ).scaled

@@ -4,4 +4,13 @@ from isobatch_keras.spec.float64 import Record, Refusal, in_float64, predict, re
 from isobatch_keras.spec.rules import register_layer
 from isobatch_keras.spec.weights import load_tensors, to_spec
 
-__all__ = ["Record", "Refusal", "in_float64", "load_tensors", "predict", "record", "register_layer", "to_spec"]
+__all__ = [
+    "Record",
+    "Refusal",
+    "in_float64",
+    "load_tensors",
+    "predict",
+    "record",
+    "register_layer",
+    "to_spec",
+]

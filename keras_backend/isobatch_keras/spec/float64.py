@@ -7,6 +7,8 @@ float variable and output is checked. `keras.models.clone_model` would leave nes
 from __future__ import annotations
 
 import contextlib
+import re
+import warnings
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,6 +24,10 @@ from isobatch_keras.spec.walk import Call, Ref, walk
 __all__ = ["Record", "Refusal", "in_float64", "predict", "record"]
 
 
+_NO_KERNEL = re.compile(r"of double is not in the list of allowed values|Could not find device for node.*DT_DOUBLE")
+"""In TensorFlow's message, for instance about three-dimensional pooling on the CPU."""
+
+
 class Refusal(IsobatchError, ValueError):
     """A layer cannot be run in float64; the message names it."""
 
@@ -33,11 +39,12 @@ class Record:
     Args:
         spec: The model's spec.
         values: What each reference stood for.
-        outputs: References of the outputs, flat.
+        coarse: References to what was computed in float32, for TensorFlow has no float64 kernel for it.
     """
 
     spec: Spec
     values: Mapping[str, np.ndarray[Any, Any]]
+    coarse: frozenset[str]
 
 
 def record(model: Any, batch: Any, factory: Callable[[], Any] | None = None) -> Record:
@@ -58,13 +65,16 @@ def record(model: Any, batch: Any, factory: Callable[[], Any] | None = None) -> 
     found, spec = walk(model, find_rule)
     copies: dict[int, Any] = {}
     values = _inputs(spec, batch)
-    with _float64():
+    coarse: set[str] = set()
+    with _float64(), warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # of Keras about the model, which its user has seen
         calls = found.calls if factory is None else _from_factory(factory, model, spec)
         for call in calls:
             if factory is not None:
                 copies[id(call.operation)] = call.operation
-            _repeat(call, values, copies)
-    return Record(spec, {ref: np.asarray(keras.ops.convert_to_numpy(value)) for ref, value in values.items()})
+            _repeat(call, values, copies, coarse)
+    arrays = {ref: np.asarray(keras.ops.convert_to_numpy(value)) for ref, value in values.items()}
+    return Record(spec, arrays, frozenset(coarse))
 
 
 def in_float64(model: Any, factory: Callable[[], Any] | None = None) -> Any:
@@ -102,7 +112,7 @@ def _inputs(spec: Spec, batch: Any) -> dict[str, Any]:
     return {name: keras.ops.convert_to_tensor(arrays[name], dtype) for name, dtype in dtypes.items()}
 
 
-def _repeat(call: Call, values: dict[str, Any], copies: dict[int, Any]) -> None:
+def _repeat(call: Call, values: dict[str, Any], copies: dict[int, Any], coarse: set[str]) -> None:
     """Run one layer in float64 on what the layers before it returned."""
     given = keras.tree.flatten((call.args, dict(call.kwargs)))
     if any(isinstance(one, Ref) and one not in values for one in given):
@@ -117,12 +127,33 @@ def _repeat(call: Call, values: dict[str, Any], copies: dict[int, Any]) -> None:
     except Refusal:
         raise
     except Exception as error:
-        msg = f"{call.path}: {type(call.operation).__name__} does not run in float64: {error}"
-        raise Refusal(msg) from error
+        if not _NO_KERNEL.search(str(error)):
+            msg = f"{call.path}: {type(call.operation).__name__} does not run in float64: {_reason(error)}"
+            raise Refusal(msg) from error
+        outputs = _in_float32(call, args, kwargs)
+        coarse.update(call.outputs)
     for ref, output in zip(call.outputs, outputs, strict=True):
         if "float" in keras.backend.standardize_dtype(output.dtype) and "float" in ref.dtype:
             _expect_float64(call, output.dtype, "returns")
         values[ref] = output
+
+
+def _in_float32(call: Call, args: Any, kwargs: Any) -> list[Any]:
+    def cast(one: Any, dtype: str) -> Any:
+        return keras.ops.cast(one, dtype) if keras.ops.is_tensor(one) and "float" in one.dtype.name else one
+
+    lowered = keras.tree.map_structure(lambda one: cast(one, "float32"), (args, kwargs))
+    outputs = keras.tree.flatten(call.operation(*lowered[0], **lowered[1]))
+    return [cast(one, "float64") for one in outputs]
+
+
+def _reason(error: Exception) -> str:
+    """What a framework says, on one line and without colours."""
+    lines = [line.strip() for line in re.sub(r"\x1b\[[0-9;]*m", "", str(error)).splitlines()]
+    return next(
+        (line for line in lines if line and not line.startswith("Exception encountered")),
+        type(error).__name__,
+    )
 
 
 def _filled(nest: Any, values: Mapping[str, Any]) -> Any:
@@ -135,9 +166,7 @@ def _copy(call: Call) -> Any:
         config = keras.saving.serialize_keras_object(call.operation)
         copy = keras.saving.deserialize_keras_object(_rewritten(config))
     except Exception as error:
-        msg = (
-            f"{call.path}: {type(call.operation).__name__} cannot be rebuilt from its configuration: {error}"
-        )
+        msg = f"{call.path}: {type(call.operation).__name__} cannot be rebuilt from its configuration: {_reason(error)}"
         raise Refusal(msg) from error
     if isinstance(copy, keras.layers.Layer) and not copy.built and call.operation.weights:
         shapes = call.operation.get_build_config() or {}

@@ -194,6 +194,7 @@ RULES: dict[str, Rule] = {
     "Amin": _plain("min", axis="axis", keepdims="keepdims"),
     "Where": _plain("where"),
     "Copy": _plain("identity"),
+    "ConvertToTensor": lambda at, _op, x: at.add("identity", x),
     "Cumsum": _plain("cumsum", axis="axis"),
     "Cumprod": _plain("cumprod", axis="axis"),
     "LeakyRelu": _plain("leaky_relu", slope="negative_slope"),

@@ -219,9 +219,13 @@ class Walk:
         if masks is None or all(mask is None for mask in flat):
             return none
         flat = (flat + none)[:count]
-        for mask in flat:
-            if mask is not None:
-                self._resolve(mask, f"{path}_mask")
+        try:
+            for mask in flat:
+                if mask is not None:
+                    self._resolve(mask, f"{path}_mask")
+        except SpecError as error:
+            self.unsupported.append(str(error))
+            return none
         return flat
 
     def _symbol(self, value: _Value) -> Any:
@@ -300,6 +304,7 @@ class Emitter:
                 keys,
                 self.layer,
                 module,
+                outputs,
             )
         )
         refs = [Ref(name if number == 0 else f"{name}:{number}") for number in range(outputs)]

@@ -4,4 +4,12 @@ from isobatch_torch.spec.build import from_spec, load_tensors, spec_of, to_tenso
 from isobatch_torch.spec.evaluate import evaluate_layers, predict
 from isobatch_torch.spec.modules import register_layer
 
-__all__ = ["evaluate_layers", "from_spec", "load_tensors", "predict", "register_layer", "spec_of", "to_tensors"]
+__all__ = [
+    "evaluate_layers",
+    "from_spec",
+    "load_tensors",
+    "predict",
+    "register_layer",
+    "spec_of",
+    "to_tensors",
+]

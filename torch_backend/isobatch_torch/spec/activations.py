@@ -29,11 +29,18 @@ class Function(nn.Module):
         name: The operation's word.
         function: What is called, with the inputs and then the attributes.
         attributes: Its settings.
+        typed: Whether it is also given the network's float type, as `float_type`.
     """
 
-    def __init__(self, name: str, function: Callable[..., Any], attributes: dict[str, Any]) -> None:
+    like: torch.Tensor
+
+    def __init__(
+        self, name: str, function: Callable[..., Any], attributes: dict[str, Any], *, typed: bool = False
+    ) -> None:
         super().__init__()
-        self.name, self.function, self.attributes = name, function, attributes
+        self.name, self.function, self.attributes, self.typed = name, function, attributes, typed
+        if typed:
+            self.register_buffer("like", torch.empty(0), persistent=False)  # follows .half() and .double()
 
     def _get_name(self) -> str:
         return self.name.title().replace("_", "")
@@ -44,6 +51,8 @@ class Function(nn.Module):
 
     def forward(self, *inputs: Any) -> Any:
         """Return what the function returns."""
+        if self.typed:
+            return self.function(*inputs, float_type=self.like.dtype, **self.attributes)
         return self.function(*inputs, **self.attributes)
 
 
@@ -81,7 +90,7 @@ class Scale(nn.Module):
 
     def __init__(self, shape: Sequence[int]) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(*shape))
+        self.weight = nn.Parameter(torch.ones(tuple(shape)))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return the product."""
@@ -176,12 +185,15 @@ def _sparse_sigmoid(x: torch.Tensor) -> torch.Tensor:
 
 
 def _sparsemax(x: torch.Tensor, axis: int) -> torch.Tensor:
-    ordered = x.movedim(axis, -1).sort(-1, descending=True).values
+    moved = x.movedim(axis, -1)
+    ordered = moved.sort(-1, descending=True).values
     count = torch.arange(1, ordered.shape[-1] + 1, dtype=x.dtype, device=x.device)
     sums = ordered.cumsum(-1)
-    support = (count * ordered > sums - 1).sum(-1, keepdim=True)
-    threshold = (sums.gather(-1, support - 1) - 1) / support
-    return (x.movedim(axis, -1) - threshold).clamp_min(0).movedim(-1, axis)
+    support = ordered - (sums - 1) / count > 0
+    # Keras adds up all the sums; the sparsemax of Martins and Astudillo (2016) takes the last one.
+    total = torch.where(support, sums, torch.zeros_like(sums)).sum(-1, keepdim=True)
+    threshold = (total - 1) / support.sum(-1, keepdim=True)
+    return (moved - threshold).clamp_min(0).movedim(-1, axis)
 
 
 def _function(name: str, function: Callable[..., Any]) -> Callable[..., nn.Module]:

@@ -123,7 +123,7 @@ class AdditiveAttention(DotAttention):
 
     def __init__(self, settings: dict[str, Any], *, scale: Sequence[int] | None, weight: bool) -> None:
         super().__init__(settings, scale=False)
-        self.scale = None if scale is None else nn.Parameter(torch.ones(*scale))
+        self.scale = None if scale is None else nn.Parameter(torch.ones(tuple(scale)))
         self.weight = nn.Parameter(torch.ones(())) if weight else None
 
     def scores(self, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:

@@ -96,7 +96,7 @@ def load_tensors(module: nn.Module, tensors: Mapping[str, Array]) -> None:
             msg = f"Expected {key!r} of shape {module.meta['shapes'][key]}, got {array.shape}."  # type: ignore[index]
             raise SpecError(msg)
         weight = weight_of(node.operation, role)
-        values = torch.from_numpy(np.ascontiguousarray(weight.to_torch(array, array.shape)))
+        values = torch.tensor(np.array(weight.to_torch(array, array.shape)))
         with torch.no_grad():
             if isinstance(tensor, _Biases):
                 tensor.assign(values)
@@ -119,7 +119,7 @@ def to_tensors(module: nn.Module) -> dict[str, Array]:
         if values.dtype == torch.bfloat16:
             values = values.float()
         shape = module.meta["shapes"][key]  # type: ignore[index]
-        found[key] = np.ascontiguousarray(
+        found[key] = np.array(
             weight_of(node.operation, role).to_spec(values.cpu().numpy(), shape)
         )
     return found
@@ -211,10 +211,18 @@ def _graph(spec: Spec, moved: Mapping[str, int]) -> fx.Graph:
     for name, value in placeholders.items():
         values[name] = _move(graph, value, 1, -1) if moved.get(name) else value
     for node in spec.nodes:
-        args = tuple(_read(graph, values, one) if isinstance(one, str) else one for one in node.inputs)
-        kwargs = {key: _read(graph, values, ref) for key, ref in node.keywords.items()}
-        values[node.name] = graph.call_module(module_path(node), args, kwargs)
-    graph.output(_result(spec.outputs, lambda ref: _output(graph, values, ref, moved)))
+        args = tuple(values[one] if isinstance(one, str) else one for one in node.inputs)
+        kwargs = {key: values[ref] for key, ref in node.keywords.items()}
+        called = graph.call_module(module_path(node), args, kwargs)
+        if node.outputs == 1:
+            values[node.name] = called
+            continue
+        for number in range(node.outputs):
+            reference = f"{node.name}:{number}" if number else node.name
+            values[reference] = graph.call_function(operator.getitem, (called, number))
+    graph.output(
+        _result(spec.outputs, lambda ref: _move(graph, values[ref], -1, 1) if moved.get(ref) else values[ref])
+    )
     return graph
 
 
@@ -224,18 +232,6 @@ def _argument_names(spec: Spec) -> dict[str, str]:
     if isinstance(spec.signature, dict):
         keys = {name: key for key, name in spec.signature.items() if isinstance(name, str)}
     return {one.name: keys.get(one.name, one.name) for one in spec.inputs}
-
-
-def _read(graph: fx.Graph, values: dict[str, fx.Node], reference: str) -> fx.Node:
-    if reference not in values:
-        name, _, output = reference.partition(":")
-        values[reference] = graph.call_function(operator.getitem, (values[name], int(output)))
-    return values[reference]
-
-
-def _output(graph: fx.Graph, values: dict[str, fx.Node], reference: str, moved: Mapping[str, int]) -> fx.Node:
-    value = _read(graph, values, reference)
-    return _move(graph, value, -1, 1) if moved.get(reference) else value
 
 
 def _move(graph: fx.Graph, value: fx.Node, source: int, destination: int) -> fx.Node:

@@ -99,7 +99,9 @@ def _call(run: nn.Module, nest: Any) -> Any:
 def _call_twin(run: nn.Module, twin: Any, nest: Any) -> Any:
     spec, moved = twin.meta["spec"], twin.meta["moved"]
     arrays = spec.bind(nest)
-    args = [arrays[one.name].movedim(-1, 1) if moved.get(one.name) else arrays[one.name] for one in spec.inputs]
+    args = [
+        arrays[one.name].movedim(-1, 1) if moved.get(one.name) else arrays[one.name] for one in spec.inputs
+    ]
     return _numpy_of_twin(run(*args), spec.outputs, moved)
 
 

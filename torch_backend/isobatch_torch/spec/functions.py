@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
 
-__all__ = ["FUNCTIONS"]
+__all__ = ["FUNCTIONS", "TYPED"]
 
 Axes = int | Sequence[int] | None
 
@@ -42,8 +42,8 @@ def _unit_norm(x: torch.Tensor, axes: Sequence[int]) -> torch.Tensor:
     return x * torch.rsqrt(x.square().sum(list(axes), keepdim=True).clamp_min(1e-12))
 
 
-def _rescale(x: torch.Tensor, scale: Any, offset: Any) -> torch.Tensor:
-    x = x if x.is_floating_point() else x.to(torch.get_default_dtype())
+def _rescale(x: torch.Tensor, scale: Any, offset: Any, float_type: torch.dtype) -> torch.Tensor:
+    x = x.to(float_type)
     factor, shift = (x.new_tensor(one) if isinstance(one, list) else one for one in (scale, offset))
     return x * factor + shift
 
@@ -100,13 +100,13 @@ def _backwards(part: Sequence[Any], length: int) -> list[Any]:
     return [length - 1 - start, length - 1 - stop, -step]
 
 
-def _one_hot(x: torch.Tensor, classes: int, axis: int) -> torch.Tensor:
-    return _hot(x, classes).movedim(-1, axis)
+def _one_hot(x: torch.Tensor, classes: int, axis: int, float_type: torch.dtype) -> torch.Tensor:
+    return _hot(x, classes, float_type).movedim(-1, axis)
 
 
-def _hot(x: torch.Tensor, classes: int) -> torch.Tensor:
+def _hot(x: torch.Tensor, classes: int, float_type: torch.dtype) -> torch.Tensor:
     """Comparing gives zeros for an index out of range, as Keras does; `F.one_hot` raises."""
-    return (x.long()[..., None] == torch.arange(classes, device=x.device)).to(torch.get_default_dtype())
+    return (x.long()[..., None] == torch.arange(classes, device=x.device)).to(float_type)
 
 
 def _time_unfold(y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
@@ -117,8 +117,8 @@ def _masking(x: torch.Tensor, value: float) -> torch.Tensor:
     return torch.where((x != value).any(-1, keepdim=True), x, torch.zeros_like(x))
 
 
-def _cast(x: torch.Tensor, dtype: str) -> torch.Tensor:
-    return x.to(getattr(torch, dtype))
+def _cast(x: torch.Tensor, dtype: str, float_type: torch.dtype) -> torch.Tensor:
+    return x.to(float_type if "float" in dtype else getattr(torch, dtype))
 
 
 def _split(x: torch.Tensor, parts: Sequence[int], axis: int) -> tuple[torch.Tensor, ...]:
@@ -197,6 +197,9 @@ def _where(condition: torch.Tensor, a: Any, b: Any) -> torch.Tensor:
     return _binary(lambda x, y: torch.where(condition.bool(), x, y))(a, b)
 
 
+TYPED = {"rescale", "cast", "one_hot", "multi_hot", "count_hot"}
+"""Those whose result is of the network's float type whatever they are given."""
+
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     "average": _average,
     "concatenate": lambda *inputs, axis: torch.cat(inputs, axis),
@@ -229,8 +232,8 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "clip": lambda x, low, high: x.clamp(low, high),
     "cast": _cast,
     "one_hot": _one_hot,
-    "multi_hot": lambda x, classes: _hot(x, classes).amax(-2),
-    "count_hot": lambda x, classes: _hot(x, classes).sum(-2),
+    "multi_hot": lambda x, classes, float_type: _hot(x, classes, float_type).amax(-2),
+    "count_hot": lambda x, classes, float_type: _hot(x, classes, float_type).sum(-2),
     "where": _where,
     "mean": _reduction(lambda x, axes, keep: _floats(x).mean(axes, keepdim=keep)),
     "sum": _reduction(lambda x, axes, keep: x.sum(axes, keepdim=keep)),

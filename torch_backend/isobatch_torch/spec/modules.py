@@ -11,7 +11,7 @@ from torch import nn
 from isobatch.errors import SpecError
 from isobatch_torch.spec.activations import ACTIVATIONS, Function, PReLU, Scale
 from isobatch_torch.spec.attention import AdditiveAttention, DotAttention, MultiHeadAttention
-from isobatch_torch.spec.functions import FUNCTIONS
+from isobatch_torch.spec.functions import FUNCTIONS, TYPED
 from isobatch_torch.spec.norms import BatchNorm, GroupNorm, LayerNorm, RMSNorm, Standardize
 from isobatch_torch.spec.positions import (
     AvgPool,
@@ -43,8 +43,8 @@ class EinsumDense(nn.Module):
     def __init__(self, equation: str, shape: Sequence[int], bias: Sequence[int] | None) -> None:
         super().__init__()
         self.equation = equation
-        self.weight = nn.Parameter(torch.empty(*shape))
-        self.bias = None if bias is None else nn.Parameter(torch.empty(*bias))
+        self.weight = nn.Parameter(torch.empty(tuple(shape)))
+        self.bias = None if bias is None else nn.Parameter(torch.empty(tuple(bias)))
 
     def extra_repr(self) -> str:
         """Return what `print` shows."""
@@ -75,7 +75,7 @@ class Constant(nn.Module):
 
     def __init__(self, shape: Sequence[int]) -> None:
         super().__init__()
-        self.register_buffer("value", torch.empty(*shape))
+        self.register_buffer("value", torch.empty(tuple(shape)))
 
     def forward(self) -> torch.Tensor:
         """Return the array."""
@@ -93,7 +93,7 @@ class Discretize(nn.Module):
 
     def __init__(self, shape: Sequence[int]) -> None:
         super().__init__()
-        self.register_buffer("boundaries", torch.empty(*shape))
+        self.register_buffer("boundaries", torch.empty(tuple(shape)))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return integers of the same shape."""
@@ -119,7 +119,7 @@ def build_module(operation: str, attributes: Mapping[str, Any], shapes: Shapes) 
     if operation in ACTIVATIONS:
         return ACTIVATIONS[operation](**attributes)
     if operation in FUNCTIONS:
-        return Function(operation, FUNCTIONS[operation], dict(attributes))
+        return Function(operation, FUNCTIONS[operation], dict(attributes), typed=operation in TYPED)
     msg = f"Expected an operation that torch has a module for, got {operation!r}. Cure: isobatch_torch.register_layer."
     raise SpecError(msg)
 

@@ -78,8 +78,8 @@ class LayerNorm(nn.Module):
     ) -> None:
         super().__init__()
         self.axes, self.eps = list(axes), eps
-        self.weight = nn.Parameter(torch.ones(*shape)) if scale else None
-        self.bias = nn.Parameter(torch.zeros(*shape)) if center else None
+        self.weight = nn.Parameter(torch.ones(tuple(shape))) if scale else None
+        self.bias = nn.Parameter(torch.zeros(tuple(shape))) if center else None
 
     def extra_repr(self) -> str:
         """Return what `print` shows."""
@@ -106,7 +106,7 @@ class RMSNorm(nn.Module):
     def __init__(self, shape: Sequence[int], axes: Sequence[int], eps: float) -> None:
         super().__init__()
         self.axes, self.eps = list(axes), eps
-        self.weight = nn.Parameter(torch.ones(*shape))
+        self.weight = nn.Parameter(torch.ones(tuple(shape)))
 
     def extra_repr(self) -> str:
         """Return what `print` shows."""
@@ -163,8 +163,8 @@ class Standardize(nn.Module):
     def __init__(self, mean: Sequence[int], variance: Sequence[int], *, invert: bool) -> None:
         super().__init__()
         self.invert = invert
-        self.register_buffer("mean", torch.zeros(*mean))
-        self.register_buffer("variance", torch.ones(*variance))
+        self.register_buffer("mean", torch.zeros(tuple(mean)))
+        self.register_buffer("variance", torch.ones(tuple(variance)))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return an array of the same shape."""

@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
 from torch import nn
 
+from isobatch.errors import SpecError
+
 __all__ = [
     "AvgPool",
     "Conv",
@@ -248,14 +250,16 @@ class Resize(nn.Module):
     Args:
         size: Height and width.
         interpolation: `"nearest"`, `"bilinear"` or `"bicubic"`.
-        antialias: Whether shrinking averages over the pixels that become one.
+        antialias: Whether shrinking averages over the pixels that become one; bilinear only.
     """
 
     def __init__(self, size: Sequence[int], interpolation: str, *, antialias: bool = False) -> None:
         super().__init__()
-        if interpolation not in {"nearest", "bilinear", "bicubic"}:
-            msg = f"Expected nearest, bilinear or bicubic interpolation, got {interpolation!r}."
-            raise ValueError(msg)
+        if interpolation not in {"nearest", "bilinear", "bicubic"} or (
+            antialias and interpolation == "bicubic"
+        ):
+            msg = f"Expected nearest, bilinear or plain bicubic interpolation, got {interpolation!r} with antialias={antialias}."
+            raise SpecError(msg)
         self.size, self.interpolation, self.antialias = tuple(size), interpolation, antialias
 
     def extra_repr(self) -> str:
@@ -264,19 +268,32 @@ class Resize(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return `(B, *size, C)`."""
-        moved = x.movedim(-1, 1)
-        if self.interpolation == "nearest":
-            y = F.interpolate(moved, self.size, mode="nearest-exact")
-        elif self.interpolation == "bilinear":
-            y = F.interpolate(moved, self.size, mode="bilinear", antialias=self.antialias)
-        else:
-            shrinks = any(new < old for new, old in zip(self.size, moved.shape[2:], strict=True))
-            if shrinks and not self.antialias:
-                msg = f"Expected bicubic resizing to enlarge: torch has no kernel that shrinks {moved.shape[2:]} to {self.size} so."
-                raise ValueError(msg)
-            # With antialias torch has a = -0.5 and weights that sum to one at the edge, as TensorFlow has.
-            y = F.interpolate(moved, self.size, mode="bicubic", antialias=True)
-        return y.movedim(1, -1)
+        if self.interpolation == "bicubic":
+            rows, columns = (_cubic(*sizes, like=x) for sizes in zip(x.shape[1:3], self.size, strict=True))
+            return torch.einsum("ih,jw,bhwc->bijc", rows, columns, x)
+        mode = "nearest-exact" if self.interpolation == "nearest" else "bilinear"
+        return F.interpolate(
+            x.movedim(-1, 1), self.size, mode=mode, antialias=self.antialias and mode == "bilinear"
+        ).movedim(1, -1)
+
+
+def _cubic(old: int, new: int, like: torch.Tensor) -> torch.Tensor:
+    """The weights `(new, old)` of TensorFlow's bicubic resizing: a = -0.5, in steps of 1/1024, and none beyond the edge."""
+    place = (torch.arange(new, dtype=torch.float32) + 0.5) * torch.tensor(
+        old / new, dtype=torch.float32
+    ) - 0.5
+    floor = place.floor()
+    step = ((place - floor) * 1024).round() / 1024
+    weights = torch.zeros(new, old, dtype=torch.float32)
+    for offset in (-1, 0, 1, 2):
+        index = (floor + offset).long()
+        inside = (index >= 0) & (index < old)
+        distance = (step - offset).abs()
+        near = (1.5 * distance - 2.5) * distance**2 + 1
+        far = ((-0.5 * distance + 2.5) * distance - 4) * distance + 2
+        weight = torch.where(distance <= 1, near, far)
+        weights[torch.arange(new)[inside], index[inside]] += weight[inside]
+    return (weights / weights.sum(1, keepdim=True)).to(like)
 
 
 class Upsample(nn.Module):

@@ -139,9 +139,9 @@ WEIGHTS: dict[str, dict[str, Weight]] = {
         "bias": Weight("biases", _gru_bias, _gru_bias),
     },
     "conv_lstm": {
-        "kernel": Weight("weight_ih", _conv_to_torch, _conv_to_spec),
-        "recurrent_kernel": Weight("weight_hh", _conv_to_torch, _conv_to_spec),
-        "bias": Weight("bias"),
+        "kernel": Weight("input_conv.weight", _conv_to_torch, _conv_to_spec),
+        "recurrent_kernel": Weight("state_conv.weight", _conv_to_torch, _conv_to_spec),
+        "bias": Weight("input_conv.bias"),
     },
     "multi_head_attention": {
         **{
