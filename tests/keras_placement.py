@@ -1,3 +1,4 @@
+# ruff: noqa: E402, T201
 """Run as a program: train placed networks one step and print where TensorFlow ran each operation.
 
 Usage: python keras_placement.py CPUS NETWORK...; prints one JSON object.
@@ -41,7 +42,13 @@ def network(kind):
         x = x[:, 0, :, 0]
         body = [keras.Input((8,)), layers.Dense(4, "relu"), layers.Dense(1)]
     elif kind == "convolution":
-        body = [keras.Input((8, 8, 1)), layers.Conv2D(3, 3), layers.BatchNormalization(), layers.ReLU(), layers.MaxPooling2D()]
+        body = [
+            keras.Input((8, 8, 1)),
+            layers.Conv2D(3, 3),
+            layers.BatchNormalization(),
+            layers.ReLU(),
+            layers.MaxPooling2D(),
+        ]
         body += [layers.SeparableConv2D(4, 2), layers.GlobalAveragePooling2D(), layers.Dense(1)]
     elif kind in {"lstm", "gru"}:
         x = x[..., 0]
@@ -53,7 +60,11 @@ def network(kind):
         x = x[..., 0]
         tokens = keras.Input((8, 8))
         mixed = layers.MultiHeadAttention(2, 4)(tokens, tokens)
-        return keras.Model(tokens, layers.Dense(1)(layers.Flatten()(layers.LayerNormalization()(mixed)))), x, y
+        return (
+            keras.Model(tokens, layers.Dense(1)(layers.Flatten()(layers.LayerNormalization()(mixed)))),
+            x,
+            y,
+        )
     return keras.Sequential(body), x, y
 
 
@@ -67,7 +78,9 @@ def operations(metadata):
             while waiting:
                 node = waiting.pop()
                 called = [attr.func.name for attr in node.attr.values() if attr.func.name] + [node.op]
-                for name in called if "Dataset" not in node.op else ():  # a dataset's own functions are no part of the model
+                for name in (
+                    called if "Dataset" not in node.op else ()
+                ):  # a dataset's own functions are no part of the model
                     waiting += functions.pop(name, ())
                 if node.op in WORK:
                     found.append((node.op, node.name, node.device))
@@ -87,7 +100,9 @@ def step(kind, through_fit):
         parallel.train_on_batch(x, y)
     metadata = context.export_run_metadata()
     context.disable_run_metadata()
-    moved = any(not np.array_equal(a, v.numpy()) for a, v in zip(before, model.trainable_variables, strict=True))
+    moved = any(
+        not np.array_equal(a, v.numpy()) for a, v in zip(before, model.trainable_variables, strict=True)
+    )
     assert moved, "the step did not train"
     return operations(metadata)
 

@@ -41,7 +41,9 @@ def rich(seed=0, how="mean"):
     """Two inputs, two outputs, every kind of loss a model can carry."""
     keras.utils.set_random_seed(seed)
     a, b = keras.Input((6,), name="a"), keras.Input((4,), name="b")
-    x = layers.Dense(5, "tanh", kernel_regularizer="l2", activity_regularizer="l2" if how == "mean" else None)(a)
+    x = layers.Dense(
+        5, "tanh", kernel_regularizer="l2", activity_regularizer="l2" if how == "mean" else None
+    )(a)
     x = AddLoss(how)(layers.Concatenate()([x, b]))
     return keras.Model([a, b], [layers.Dense(3, "softmax", name="label")(x), layers.Dense(2, name="size")(x)])
 
@@ -72,7 +74,9 @@ def gap(a, b):
 
 FAST = {(2, "SGD"), (3, "RMSprop"), (4, "Adam")}
 CASES = [
-    pytest.param(n, name, marks=() if (n, name) in FAST else pytest.mark.slow) for n in (2, 3, 4) for name in ("SGD", "RMSprop", "Adam")
+    pytest.param(n, name, marks=() if (n, name) in FAST else pytest.mark.slow)
+    for n in (2, 3, 4)
+    for name in ("SGD", "RMSprop", "Adam")
 ]
 
 
@@ -97,14 +101,31 @@ def test_fit_evaluate_and_predict_with_uneven_last_batches(eager):
     results = []
     for replicas in (None, 3):
         keras.utils.set_random_seed(5)
-        model = keras.Sequential([keras.Input((6,)), layers.Dense(4, "tanh", activity_regularizer="l1"), layers.Dense(3, "softmax")])
+        model = keras.Sequential(
+            [
+                keras.Input((6,)),
+                layers.Dense(4, "tanh", activity_regularizer="l1"),
+                layers.Dense(3, "softmax"),
+            ]
+        )
         trained = parallel_of(model, replicas) if replicas else model
         trained.compile("adam", "sparse_categorical_crossentropy", metrics=["accuracy"], run_eagerly=eager)
         history = trained.fit(
-            x, y, batch_size=5, epochs=2, verbose=0, class_weight={0: 1.0, 1: 3.0, 2: 0.5}, validation_split=0.2
+            x,
+            y,
+            batch_size=5,
+            epochs=2,
+            verbose=0,
+            class_weight={0: 1.0, 1: 3.0, 2: 0.5},
+            validation_split=0.2,
         ).history
         results.append(
-            [list(history.values()), trained.evaluate(x, y, batch_size=4, verbose=0), trained.predict(x, 6, verbose=0), model.get_weights()]
+            [
+                list(history.values()),
+                trained.evaluate(x, y, batch_size=4, verbose=0),
+                trained.predict(x, 6, verbose=0),
+                model.get_weights(),
+            ]
         )
     assert gap(*results) < GAP
 
@@ -129,7 +150,7 @@ def test_gradients_of_every_batch_size(replicas):
     for (a, b), _, _ in batches(3 * replicas, 3 * replicas):
         args = tf.constant(a), tf.constant(b)
         assert gap(ours(*args), theirs(*args)) < GAP
-        assert gap(gradients.python_function(*args, True), theirs(*args)) < GAP, "eager"
+        assert gap(gradients.python_function(*args, which=True), theirs(*args)) < GAP, "eager"
 
 
 def test_sum_type_losses_are_declared():
@@ -181,7 +202,12 @@ def test_masks_reach_the_replicas_and_the_loss(replicas):
     for parallel in (False, True):
         keras.utils.set_random_seed(1)
         model = keras.Sequential(
-            [keras.Input((5,), dtype="int32"), layers.Embedding(9, 3, mask_zero=True), layers.LSTM(4, return_sequences=True), layers.Dense(2)]
+            [
+                keras.Input((5,), dtype="int32"),
+                layers.Embedding(9, 3, mask_zero=True),
+                layers.LSTM(4, return_sequences=True),
+                layers.Dense(2),
+            ]
         )
         trained = parallel_of(model, replicas) if parallel else model
         trained.compile("sgd", "mse", weighted_metrics=["mae"])
@@ -191,7 +217,9 @@ def test_masks_reach_the_replicas_and_the_loss(replicas):
     assert gap(*results) < GAP
 
 
-@pytest.mark.filterwarnings("ignore:.*does not support masking")  # the template's own: a Sequential model keeps no mask
+@pytest.mark.filterwarnings(
+    "ignore:.*does not support masking"
+)  # the template's own: a Sequential model keeps no mask
 def test_a_mask_that_comes_in_is_split():
     keras.utils.set_random_seed(1)
     inner = keras.Sequential([keras.Input((5, 3)), layers.LSTM(4), layers.Dense(2)])
@@ -219,7 +247,9 @@ def test_double_backward():
                 score = tf.reduce_sum(called([a, b])[1] ** 2)
             slope = inner.gradient(score, a)
             value = tf.reduce_sum(slope**2)
-        return outer.gradient(value, [v.value for v in model.trainable_variables], unconnected_gradients="zero")
+        return outer.gradient(
+            value, [v.value for v in model.trainable_variables], unconnected_gradients="zero"
+        )
 
     expected = penalty(model)
     assert gap(penalty(parallel), expected) < GAP

@@ -31,7 +31,9 @@ def both_calls(model, *args):
 
 def mlp(units=3, seed=0):
     keras.utils.set_random_seed(seed)
-    return keras.Sequential([keras.Input((4,), name="x"), layers.Dense(5, "tanh", name="hidden"), layers.Dense(units, name="out")])
+    return keras.Sequential(
+        [keras.Input((4,), name="x"), layers.Dense(5, "tanh", name="hidden"), layers.Dense(units, name="out")]
+    )
 
 
 def numbers(*shape, seed=0):
@@ -43,12 +45,17 @@ def numbers(*shape, seed=0):
 
 def dictionary():
     a, b = keras.Input((4,), name="a"), keras.Input((3,), name="b")
-    return keras.Model({"a": a, "b": b}, {"sum": layers.Add()([layers.Dense(2)(a), layers.Dense(2)(b)]), "left": layers.Dense(1)(a)})
+    return keras.Model(
+        {"a": a, "b": b},
+        {"sum": layers.Add()([layers.Dense(2)(a), layers.Dense(2)(b)]), "left": layers.Dense(1)(a)},
+    )
 
 
 def nested():
     a, b = keras.Input((4,), name="a"), keras.Input((3,), name="b")
-    return keras.Model([a, {"b": b}], ((layers.Dense(2)(a), {"deep": layers.Dense(1)(b)}), layers.Dense(3)(a)))
+    return keras.Model(
+        [a, {"b": b}], ((layers.Dense(2)(a), {"deep": layers.Dense(1)(b)}), layers.Dense(3)(a))
+    )
 
 
 def through():
@@ -128,10 +135,20 @@ def test_losses_and_targets_by_the_templates_names():
         hidden = layers.Dense(3, name="first")(x)
         model = keras.Model(x, [hidden, layers.Dense(2, name="second")(hidden)])
         trained = parallel_of(model, replicas) if replicas else model
-        trained.compile("sgd", {"first": "mse", "second": "mae"}, loss_weights={"first": 2.0, "second": 1.0}, metrics={"second": "mse"})
-        results.append(trained.fit(numbers(8, 4), {"first": numbers(8, 3), "second": numbers(8, 2)}, verbose=0).history)
+        trained.compile(
+            "sgd",
+            {"first": "mse", "second": "mae"},
+            loss_weights={"first": 2.0, "second": 1.0},
+            metrics={"second": "mse"},
+        )
+        results.append(
+            trained.fit(numbers(8, 4), {"first": numbers(8, 3), "second": numbers(8, 2)}, verbose=0).history
+        )
     assert set(results[0]) == set(results[1]) == {"loss", "first_loss", "second_loss", "second_mse"}
-    assert gap([results[0][key] for key in sorted(results[0])], [results[1][key] for key in sorted(results[0])]) < 1e-6
+    assert (
+        gap([results[0][key] for key in sorted(results[0])], [results[1][key] for key in sorted(results[0])])
+        < 1e-6
+    )
 
 
 def test_targets_of_an_output_that_is_an_input_or_comes_twice():
@@ -176,7 +193,9 @@ def test_optional_inputs(given):
 
 def test_names_that_collide():
     x = keras.Input((4,), name="replica_0")
-    model = keras.Model(x, layers.Dense(2, name="merge")(layers.Dense(3, name="rows")(x)), name="slice_replica_0_0")
+    model = keras.Model(
+        x, layers.Dense(2, name="merge")(layers.Dense(3, name="rows")(x)), name="slice_replica_0_0"
+    )
     parallel = parallel_of(model, 2)
     assert parallel.output_names == ["merge"]
     assert gap(parallel(numbers(3, 4)), model(numbers(3, 4))) < 1e-6
@@ -193,7 +212,9 @@ def test_several_wrappers_of_one_template_and_a_wrapper_inside_a_model():
     outer.compile("sgd", "mse")
     before = [v.numpy() for v in model.trainable_variables]
     outer.fit(numbers(8, 4), numbers(8, 2), verbose=0)
-    assert all(not np.array_equal(a, v.numpy()) for a, v in zip(before, model.trainable_variables, strict=True))
+    assert all(
+        not np.array_equal(a, v.numpy()) for a, v in zip(before, model.trainable_variables, strict=True)
+    )
     assert [v.path for v in two.variables] == [v.path for v in model.variables]
 
 
@@ -240,7 +261,9 @@ def test_strings_integers_and_doubles_pass_the_slices():
     parallel = parallel_of(model, 3)
     x = tf.constant(["a", "c", "b", "zzz", "a"])
     for traced in (False, True):
-        call = tf.function(parallel, input_signature=[tf.TensorSpec((None,), tf.string)]) if traced else parallel
+        call = (
+            tf.function(parallel, input_signature=[tf.TensorSpec((None,), tf.string)]) if traced else parallel
+        )
         for rows in (5, 2):
             assert gap(call(x[:rows]), model(x[:rows])) == 0
     number = keras.Input((3,), dtype="int64")
@@ -253,12 +276,16 @@ def test_strings_integers_and_doubles_pass_the_slices():
 @pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
 def test_mixed_precision(policy):
     keras.utils.set_random_seed(0)
-    model = keras.Sequential([keras.Input((4,)), layers.Dense(8, dtype=policy), layers.Dense(1, dtype=policy)])
+    model = keras.Sequential(
+        [keras.Input((4,)), layers.Dense(8, dtype=policy), layers.Dense(1, dtype=policy)]
+    )
     model.dtype_policy = keras.DTypePolicy(policy)
     parallel = parallel_of(model, 2)
     parallel.compile("adam", "mse")
     assert parallel(numbers(3, 4)).dtype == policy.removeprefix("mixed_")
-    assert type(parallel.optimizer).__name__ == ("LossScaleOptimizer" if policy == "mixed_float16" else "Adam")
+    assert type(parallel.optimizer).__name__ == (
+        "LossScaleOptimizer" if policy == "mixed_float16" else "Adam"
+    )
     assert {v.dtype for v in parallel.trainable_variables} == {"float32"}
     history = parallel.fit(numbers(32, 4), numbers(32, 1), batch_size=7, epochs=3, verbose=0).history["loss"]
     assert history[-1] < history[0]
@@ -317,7 +344,9 @@ def test_jit_compile_is_answered_honestly():
     assert not parallel.jit_compile
 
 
-@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # Keras's own, in LearningRateScheduler
+@pytest.mark.filterwarnings(
+    "ignore:__array__ implementation:DeprecationWarning"
+)  # Keras's own, in LearningRateScheduler
 def test_callbacks(tmp_path):
     model = mlp()
     parallel = parallel_of(model)
@@ -348,7 +377,9 @@ def test_callbacks(tmp_path):
     assert len((tmp_path / "log.csv").read_text().splitlines()) == len(rates) + 1
 
 
-@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # Keras's own, in the TensorBoard callback
+@pytest.mark.filterwarnings(
+    "ignore:__array__ implementation:DeprecationWarning"
+)  # Keras's own, in the TensorBoard callback
 def test_tensorboard_histograms(tmp_path):
     pytest.importorskip("tensorboard")
     parallel = parallel_of(mlp())
@@ -356,7 +387,11 @@ def test_tensorboard_histograms(tmp_path):
     board = keras.callbacks.TensorBoard(str(tmp_path), histogram_freq=1)
     parallel.fit(numbers(8, 4), numbers(8, 3), verbose=0, callbacks=[board])
     (events,) = tmp_path.rglob("events*.v2")
-    tags = {value.tag for event in tf.compat.v1.train.summary_iterator(str(events)) for value in event.summary.value}
+    tags = {
+        value.tag
+        for event in tf.compat.v1.train.summary_iterator(str(events))
+        for value in event.summary.value
+    }
     assert any("hidden" in tag and "histogram" in tag for tag in tags)
 
 
@@ -405,7 +440,9 @@ def test_attributes_are_the_templates():
 def test_summary_shows_slices_replicas_and_merge(capsys):
     lines = []
     keras.utils.set_random_seed(0)
-    model = keras.applications.MobileNetV3Small((32, 32, 3), weights=None, classes=3, include_preprocessing=False)
+    model = keras.applications.MobileNetV3Small(
+        (32, 32, 3), weights=None, classes=3, include_preprocessing=False
+    )
     parallel_of(model, 8).summary(print_fn=lambda line, **_: lines.append(line))
     text = "\n".join(lines)
     assert all(f"replica_{rank}" in text for rank in range(8))
@@ -460,7 +497,7 @@ class Subclassed(keras.Model):
         self.heads = [layers.Dense(2), layers.Dense(3)]
         self.steps = 0
 
-    def call(self, x, flag=None, training=False):
+    def call(self, x, training=None):
         x = self._norm(self.hidden(x), training=training)
         return {"a": self.heads[0](x), "b": (self.heads[1](x),)}
 
@@ -481,7 +518,7 @@ def test_a_subclassed_model(replicas):
     model = subclassed()
     parallel = parallel_of(model, replicas)
     assert isinstance(parallel, Subclassed)
-    for rows in range(0, 2 * replicas + 2):
+    for rows in range(2 * replicas + 2):
         expected = model(numbers(rows, 4))
         output = parallel(numbers(rows, 4))
         keras.tree.assert_same_structure(output, expected)
@@ -497,7 +534,13 @@ def test_a_subclassed_model_trains_as_on_one_device():
         model._norm.trainable = False
         trained = parallel_of(model, replicas) if replicas else model
         trained.compile("sgd", {"a": "mse", "b": ("mae",)})
-        trained.fit(numbers(11, 4), {"a": numbers(11, 2), "b": (numbers(11, 3),)}, batch_size=4, shuffle=False, verbose=0)
+        trained.fit(
+            numbers(11, 4),
+            {"a": numbers(11, 2), "b": (numbers(11, 3),)},
+            batch_size=4,
+            shuffle=False,
+            verbose=0,
+        )
         assert trained.steps > 0, "its own train_step was passed over"
         results.append(model.get_weights())
     assert gap(*results) < 1e-6

@@ -8,6 +8,7 @@ import pickle
 import subprocess
 import sys
 import zipfile
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -35,7 +36,10 @@ X, Y = numbers(12, 4), numbers(12, 3)
 
 def functional():
     x = keras.Input((4,), name="x")
-    block = [layers.Dense(5), layers.BatchNormalization()]  # no Dropout: Keras does not save the state of its seeds
+    block = [
+        layers.Dense(5),
+        layers.BatchNormalization(),
+    ]  # no Dropout: Keras does not save the state of its seeds
     block = keras.Sequential(block, name="block")
     return keras.Model(x, layers.Dense(3, name="out")(block(x)), name="net")
 
@@ -51,7 +55,7 @@ class Subclassed(keras.Model):
         self._hidden = layers.Dense(5)
         self.heads = [layers.BatchNormalization(), layers.Dense(3)]
 
-    def call(self, x, training=False):
+    def call(self, x, training=None):
         return self.heads[1](self.heads[0](self._hidden(x), training=training))
 
 
@@ -141,7 +145,12 @@ assert np.array_equal(model(data["x"]), data["y"])
     clean = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     done = subprocess.run(
         # -S and the one path: an editable install of this library must not be found
-        [sys.executable, "-S", "-c", f"import sys; sys.path.append({os.path.dirname(os.path.dirname(keras.__file__))!r})\n{program}"],
+        [
+            sys.executable,
+            "-S",
+            "-c",
+            f"import sys; sys.path.append({str(Path(keras.__file__).parent.parent)!r})\n{program}",
+        ],
         cwd=tmp_path,
         env={**clean, "TF_CPP_MIN_LOG_LEVEL": "3"},
         capture_output=True,
@@ -166,7 +175,9 @@ def test_load_makes_it_parallel_again_and_goes_on(trained, tmp_path, replicas):
         assert same(again.get_weights(), parallel.get_weights())
 
 
-@pytest.mark.filterwarnings("ignore:Skipping variable loading for optimizer")  # Keras's own: the template's file has none
+@pytest.mark.filterwarnings(
+    "ignore:Skipping variable loading for optimizer"
+)  # Keras's own: the template's file has none
 def test_weight_files_exchange_in_both_directions(trained, tmp_path):
     model, parallel, answer = trained
     ours, theirs = tmp_path / "ours.weights.h5", tmp_path / "theirs.weights.h5"
@@ -185,7 +196,9 @@ def test_weight_files_exchange_in_both_directions(trained, tmp_path):
 def test_hdf5_opens_with_plain_keras(tmp_path):
     model = functional()
     parallel = parallel_of(model)
-    parallel.compile("sgd", keras.losses.MeanSquaredError())  # by name Keras itself cannot load it from this format
+    parallel.compile(
+        "sgd", keras.losses.MeanSquaredError()
+    )  # by name Keras itself cannot load it from this format
     parallel.fit(X, Y, verbose=0)
     parallel.save(tmp_path / "model.h5")
     again = keras.saving.load_model(tmp_path / "model.h5")
@@ -218,7 +231,9 @@ def test_checkpoint_and_backup(tmp_path):
 
     backup = str(tmp_path / "backup")
     with pytest.raises(KeyboardInterrupt):
-        parallel.fit(X, Y, epochs=4, verbose=0, callbacks=[keras.callbacks.BackupAndRestore(backup), Interrupt()])
+        parallel.fit(
+            X, Y, epochs=4, verbose=0, callbacks=[keras.callbacks.BackupAndRestore(backup), Interrupt()]
+        )
     fresh = parallel_of(functional(), 3)
     fresh.compile("adam", "mse")
     fresh.fit(X, Y, epochs=4, verbose=0, callbacks=[keras.callbacks.BackupAndRestore(backup), Watch()])

@@ -28,7 +28,9 @@ def train_call(model, x, traced):
     """Call in training mode; traced: in a graph that does not know the batch size."""
     if not traced:
         return model(x, training=True)
-    return tf.function(lambda x: model(x, training=True), input_signature=[tf.TensorSpec((None, *x.shape[1:]), x.dtype)])(x)
+    return tf.function(
+        lambda x: model(x, training=True), input_signature=[tf.TensorSpec((None, *x.shape[1:]), x.dtype)]
+    )(x)
 
 
 def siamese(momentum=0.9):
@@ -113,7 +115,9 @@ class Counting(layers.Layer):
     """Counts its calls, keeps the mean of what it last saw, and normalises in a way that is NaN for a row of zeros."""
 
     def build(self, _shape):
-        self.calls = self.add_weight(name="calls", shape=(), dtype="int32", initializer="zeros", trainable=False)
+        self.calls = self.add_weight(
+            name="calls", shape=(), dtype="int32", initializer="zeros", trainable=False
+        )
         self.seen = self.add_weight(name="seen", shape=(), initializer="zeros", trainable=False)
         self.scale = self.add_weight(name="scale", shape=(), initializer="ones")
 
@@ -169,7 +173,9 @@ def test_replicas_without_rows_leave_no_trace(rows):
 
 def dropping(seed=3):
     keras.utils.set_random_seed(seed)
-    return keras.Sequential([keras.Input((64,)), layers.Dropout(0.5, seed=5), layers.Dense(1, use_bias=False)])
+    return keras.Sequential(
+        [keras.Input((64,)), layers.Dropout(0.5, seed=5), layers.Dense(1, use_bias=False)]
+    )
 
 
 def masks(model, rows=8):
@@ -203,7 +209,12 @@ def test_one_replica_trains_as_the_template_does():
         model = dropping()
         trained = parallel_of(model, 1) if parallel else model
         trained.compile("sgd", "mse")
-        results.append([trained.fit(x, y, batch_size=4, epochs=2, shuffle=False, verbose=0).history["loss"], model.get_weights()[0]])
+        results.append(
+            [
+                trained.fit(x, y, batch_size=4, epochs=2, shuffle=False, verbose=0).history["loss"],
+                model.get_weights()[0],
+            ]
+        )
     assert np.array_equal(results[0][0], results[1][0])
     assert np.array_equal(results[0][1], results[1][1])
 

@@ -4,7 +4,6 @@ from isobatch_keras.backend import BACKEND
 from isobatch_keras.devices import stand_in, virtual_devices
 from isobatch_keras.multi_gpu import multi_gpu_model
 
-
 __all__ = ["BACKEND", "multi_gpu_model", "virtual_devices"]
 
 stand_in()

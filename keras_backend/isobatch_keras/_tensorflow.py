@@ -1,5 +1,6 @@
 """What only TensorFlow can do: logical devices, and placing a function together with its gradient."""
 
+# pyright: reportUntypedFunctionDecorator=false
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
@@ -15,7 +16,9 @@ def logical_counts() -> dict[str, int]:
     counts: dict[str, int] = {}
     for physical in tf.config.get_visible_devices():
         kind = physical.device_type.lower()
-        counts[kind] = counts.get(kind, 0) + len(tf.config.get_logical_device_configuration(physical) or (None,))
+        counts[kind] = counts.get(kind, 0) + len(
+            tf.config.get_logical_device_configuration(physical) or (None,)
+        )
     return counts
 
 
@@ -60,9 +63,17 @@ def placed(
 
         def gradient(*upstream: Any, variables: Sequence[Any] = ()) -> Any:
             with tf.device(device), tf.name_scope(f"{name}_gradient"):
-                pairs = [(y, dy) for y, dy in zip(outputs, upstream, strict=True) if _differentiable(y) and dy is not None]
+                pairs = [
+                    (y, dy)
+                    for y, dy in zip(outputs, upstream, strict=True)
+                    if _differentiable(y) and dy is not None
+                ]
                 sources = [*watched, *variables]
-                found = tape.gradient([y for y, _ in pairs], sources, [dy for _, dy in pairs]) if pairs else [None] * len(sources)
+                found = (
+                    tape.gradient([y for y, _ in pairs], sources, [dy for _, dy in pairs])
+                    if pairs
+                    else [None] * len(sources)
+                )
                 found = [_select(live, g) for g in found]
             rest = iter(found[: len(watched)])
             wanted = [next(rest) if _differentiable(x) else None for x in inputs]

@@ -9,9 +9,19 @@ import keras
 import numpy as np
 
 from isobatch.backend import Scalars
-from isobatch.devices import Device
 
-__all__ = ["get_mask", "is_array", "is_traced", "join", "length", "reduce", "set_mask", "shape", "take", "without_rows"]
+__all__ = [
+    "get_mask",
+    "is_array",
+    "is_traced",
+    "join",
+    "length",
+    "reduce",
+    "set_mask",
+    "shape",
+    "take",
+    "without_rows",
+]
 
 
 def is_array(value: Any) -> bool:
@@ -20,7 +30,11 @@ def is_array(value: Any) -> bool:
     >>> is_array(np.zeros(2)), is_array([0.0])
     (True, False)
     """
-    return isinstance(value, np.ndarray) or bool(keras.ops.is_tensor(value)) or isinstance(value, keras.KerasTensor)
+    return (
+        isinstance(value, np.ndarray)
+        or bool(keras.ops.is_tensor(value))
+        or isinstance(value, keras.KerasTensor)
+    )
 
 
 def is_traced(number: Any) -> bool:
@@ -88,7 +102,13 @@ def reduce(arrays: Sequence[Any], sizes: Sequence[Any], how: Scalars) -> Any:
     2.0
     """
     if how == "stack":
-        return join([without_rows(keras.ops.reshape(a, (1,)), size, 0) for a, size in zip(arrays, sizes, strict=True)], 0)
+        return join(
+            [
+                without_rows(keras.ops.reshape(a, (1,)), size, 0)
+                for a, size in zip(arrays, sizes, strict=True)
+            ],
+            0,
+        )
     total = sum(sizes)
     terms = [
         _counted(a if how == "sum" else a * _share(size, total, a.dtype), size)

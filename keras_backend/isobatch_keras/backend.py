@@ -16,11 +16,11 @@ from isobatch.devices import Device, DeviceRequest
 from isobatch_keras import arrays
 from isobatch_keras.devices import resolve, scope, visible_devices
 from isobatch_keras.gathering import Joining
+from isobatch_keras.mirror import adopt_compilation
+from isobatch_keras.parallel import parallelize
 from isobatch_keras.replica import run
 from isobatch_keras.state import Outcome, settle
 from isobatch_keras.template import norms_of
-from isobatch_keras.mirror import adopt_compilation
-from isobatch_keras.parallel import parallelize
 
 __all__ = ["BACKEND", "KerasBackend"]
 
@@ -31,29 +31,37 @@ class KerasBackend(Backend):
     name: ClassVar[str] = "keras"
 
     def devices(self) -> tuple[Device, ...]:
+        """Return the devices this process sees, accelerators first."""
         return visible_devices()
 
     def shape(self, value: Any) -> tuple[int, ...] | None:
+        """Return an array's shape; `None` for what is no array."""
         return arrays.shape(value)
 
     def take(self, array: Any, rows: slice | None, axis: int, device: Device) -> Any:
+        """Return rows of an array, or all of it, as a tensor on a device."""
         with scope(device):
             tensor = keras.ops.convert_to_tensor(array)
             return tensor if rows is None else arrays.take(tensor, rows.start, rows.stop, axis)
 
     def join(self, arrays: Sequence[Any], axis: int, device: Device) -> Any:
+        """Return arrays put together along an axis, on a device."""
         return Joining([1] * len(arrays)).join(arrays, axis, device)
 
     def reduce(self, arrays: Sequence[Any], weights: Sequence[int], how: Scalars, device: Device) -> Any:
+        """Return 0-d arrays reduced to one, on a device."""
         return Joining(weights).reduce(arrays, weights, how, device)
 
     def equal(self, a: Any, b: Any) -> bool:
+        """Return whether two arrays have the same values, NaN being equal to NaN."""
         return Joining([]).equal(a, b)
 
     def replicate(self, model: keras.Model, devices: Sequence[Device]) -> list[Replica[keras.Model]]:
+        """Return the model, shared, as run on each device."""
         return [Replica(rank, device, model) for rank, device in enumerate(devices)]
 
     def parallel_apply(self, replicas: Sequence[Replica[Any]], shards: Sequence[Shard]) -> list[Result]:
+        """Run each shard's replica, one after another, and settle the model's running state once."""
         outcomes: list[Outcome] = []
         for shard in shards:
             module = replicas[shard.rank].module
@@ -66,13 +74,19 @@ class KerasBackend(Backend):
     def data_parallel(
         self, model: keras.Model, devices: DeviceRequest, options: Options, output_device: DeviceRequest
     ) -> keras.Model:
+        """Return a `keras.Model` that splits each batch between replicas."""
         places = resolve(devices)
         output = Device("cpu", 0) if output_device is None else resolve(output_device)[0]
         return parallelize(model, places, options, output)
 
     def load(
-        self, path: str | PathLike[str], devices: DeviceRequest, options: Options, output_device: DeviceRequest
+        self,
+        path: str | PathLike[str],
+        devices: DeviceRequest,
+        options: Options,
+        output_device: DeviceRequest,
     ) -> keras.Model:
+        """Return the model in a file, parallel again, compiled as it was saved, with its optimizer."""
         if not Path(path).exists():
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), os.fspath(path))
         model = keras.saving.load_model(path)

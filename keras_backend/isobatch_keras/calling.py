@@ -52,8 +52,7 @@ def call_parallel(
     Returns:
         Its output for all rows.
     """
-    inner = function.call if isinstance(function, keras.layers.Layer) else function
-    names = [name for name in inspect.signature(inner).parameters if name != "self"]
+    names = list(inspect.signature(getattr(function, "call", function)).parameters)
     outcomes: list[Outcome] = []
     for shard, size in _deal(args, kwargs, setup, names):
         outcomes.append(run(function, shard, size, outcomes[-1] if outcomes else None, setup.options.state))
@@ -62,19 +61,27 @@ def call_parallel(
     return gather_outcomes(outcomes, setup.output_device, setup.options)
 
 
-def _deal(args: tuple[Any, ...], kwargs: Mapping[str, Any], setup: Setup, names: Sequence[str]) -> list[tuple[Shard, Any]]:
+def _deal(
+    args: tuple[Any, ...], kwargs: Mapping[str, Any], setup: Setup, names: Sequence[str]
+) -> list[tuple[Shard, Any]]:
     """Return the shards of the replicas that run, and their sizes."""
     leaves, _ = flatten((args, dict(kwargs)), is_array)
     devices, options = setup.devices, setup.options
     if not any(None in (shape(leaf) or ()) for leaf in leaves):
-        shards = scatter(Splitting(None, options), args, kwargs, devices, options, names=names)
+        known: Any = Splitting(None, options)
+        shards = scatter(known, args, kwargs, devices, options, names=names)
         return [(shard, 1 if shard.rows is None else len(shard.rows)) for shard in shards]
-    splitting = Splitting(len(devices), options)
-    shards = scatter(splitting, args, kwargs, devices, replace(options, policy="balanced", min_rows=1), names=names)
-    rows = splitting.count()
+    traced: Any = Splitting(len(devices), options)
+    one_each = replace(options, policy="balanced", min_rows=1)
+    shards = scatter(traced, args, kwargs, devices, one_each, names=names)
+    rows = traced.count()
     sizes = [share(rows, shard.rank, len(devices), options)[0] for shard in shards]
     dealt = zip(shards, sizes, strict=True)
-    return [(replace(shard, rows=None, total=0), size) for shard, size in dealt if not isinstance(size, int) or size] or [(shards[0], 0)]
+    return [
+        (replace(shard, rows=None, total=0), size)
+        for shard, size in dealt
+        if not isinstance(size, int) or size
+    ] or [(shards[0], 0)]
 
 
 class Splitting(Joining):
@@ -105,8 +112,19 @@ class Splitting(Joining):
         if rows.start == 0:
             self.split.append((array, axis))
         with scope(device):
-            return slice_rows(array, rows.start, self.replicas, self.options.policy, self.options.min_rows, axis)
+            return slice_rows(
+                array,
+                rank=rows.start,
+                replicas=self.replicas,
+                policy=self.options.policy,
+                min_rows=self.options.min_rows,
+                axis=axis,
+            )
 
     def count(self) -> Any:
         """Return the number of rows of what was split."""
-        return count_rows([x for x, _ in self.split], [f"argument {i}" for i in range(len(self.split))], [axis for _, axis in self.split])
+        return count_rows(
+            [x for x, _ in self.split],
+            [f"argument {i}" for i in range(len(self.split))],
+            [axis for _, axis in self.split],
+        )

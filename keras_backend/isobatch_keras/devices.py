@@ -13,7 +13,16 @@ import keras
 from isobatch.devices import Device, DeviceRequest, resolve_devices
 from isobatch.errors import DeviceError, DeviceWarning
 
-__all__ = ["ON_TENSORFLOW", "VARIABLE", "placed", "resolve", "scope", "stand_in", "virtual_devices", "visible_devices"]
+__all__ = [
+    "ON_TENSORFLOW",
+    "VARIABLE",
+    "placed",
+    "resolve",
+    "scope",
+    "stand_in",
+    "virtual_devices",
+    "visible_devices",
+]
 
 ON_TENSORFLOW: bool = keras.config.backend() == "tensorflow"
 VARIABLE = "ISOBATCH_VIRTUAL_GPUS"
@@ -42,9 +51,9 @@ def virtual_devices(count: int) -> None:
         count: How many, 1 or more.
 
     Raises:
-        DeviceError: TensorFlow has started with another number of them, or the number is no positive integer.
+        DeviceError: TensorFlow has started with another number of them, or the number is below 1.
     """
-    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+    if isinstance(count, bool) or count < 1:
         msg = f"Expected 1 or more virtual devices, got {count!r}."
         raise DeviceError(msg)
     if not ON_TENSORFLOW or _counts()["cpu"] == count:

@@ -39,12 +39,18 @@ class Joining:
     def take(self, array: Any, rows: slice | None, axis: int, device: Device) -> Any:
         """Return rows of an array, or all of it, on a device."""
         with scope(device):
-            return keras.ops.convert_to_tensor(array) if rows is None else take(array, rows.start, rows.stop, axis)
+            return (
+                keras.ops.convert_to_tensor(array)
+                if rows is None
+                else take(array, rows.start, rows.stop, axis)
+            )
 
     def join(self, arrays: Sequence[Any], axis: int, device: Device) -> Any:
         """Concatenate arrays on a device, leaving out those of replicas without rows."""
         with scope(device):
-            return join([without_rows(a, size, axis) for a, size in zip(arrays, self.sizes, strict=True)], axis)
+            return join(
+                [without_rows(a, size, axis) for a, size in zip(arrays, self.sizes, strict=True)], axis
+            )
 
     def reduce(self, arrays: Sequence[Any], _weights: Sequence[int], how: Scalars, device: Device) -> Any:
         """Reduce 0-d arrays on a device."""
@@ -62,7 +68,10 @@ class Joining:
 
 
 def gather_outcomes(
-    outcomes: Sequence[Outcome], device: Device, options: Options, mark: Callable[[Any], Any] = lambda output: output
+    outcomes: Sequence[Outcome],
+    device: Device,
+    options: Options,
+    mark: Callable[[Any], Any] = lambda output: output,
 ) -> Any:
     """Return one output, with its masks, as if one device had computed it.
 
@@ -73,9 +82,13 @@ def gather_outcomes(
         mark: Marks outputs that have no batch axis.
     """
     backend: Any = Joining([outcome.size for outcome in outcomes])
-    output = gather(backend, [Result(outcome.shard, mark(outcome.output)) for outcome in outcomes], device, options)
+    output = gather(
+        backend, [Result(outcome.shard, mark(outcome.output)) for outcome in outcomes], device, options
+    )
     if any(outcome.masks is not None for outcome in outcomes):
-        masks = gather(backend, [Result(outcome.shard, outcome.masks) for outcome in outcomes], device, options)
+        masks = gather(
+            backend, [Result(outcome.shard, outcome.masks) for outcome in outcomes], device, options
+        )
         for leaf, mask in zip(flatten(output, is_array)[0], flatten(masks, is_array)[0], strict=True):
             set_mask(leaf, mask)
     return output

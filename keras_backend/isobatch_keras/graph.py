@@ -1,5 +1,6 @@
 """The graph of a parallel functional model: slices, replicas, merge."""
 
+# pyright: reportUntypedFunctionDecorator=false
 from __future__ import annotations
 
 from collections.abc import Iterable
@@ -16,7 +17,9 @@ from isobatch_keras.template import functional_of, split_axes
 __all__ = ["build_graph"]
 
 
-def build_graph(template: keras.Model, devices: tuple[Device, ...], options: Options, output_device: Device) -> tuple[Any, Any]:
+def build_graph(
+    template: keras.Model, devices: tuple[Device, ...], options: Options, output_device: Device
+) -> tuple[Any, Any]:
     """Build slices, replicas and merge; return the inputs and outputs."""
     inputs = [_fresh_input(tensor) for tensor in template.inputs]
     structure = functional_of(template).input
@@ -34,7 +37,12 @@ def build_graph(template: keras.Model, devices: tuple[Device, ...], options: Opt
     )([x for x, _, _ in split])
     outcomes: list[Any] = []
     for rank, device in enumerate(devices):
-        rules = {"rank": rank, "replicas": len(devices), "policy": options.policy, "min_rows": options.min_rows}
+        rules = {
+            "rank": rank,
+            "replicas": len(devices),
+            "policy": options.policy,
+            "min_rows": options.min_rows,
+        }
         shard = [
             x
             if axis is None
@@ -48,12 +56,20 @@ def build_graph(template: keras.Model, devices: tuple[Device, ...], options: Opt
             )(x)
             for x, axis in zip(inputs, axes, strict=True)
         ]
-        replica = Replica(template, rank, device, len(devices), options, name=names.new(f"replica_{rank}"))
+        replica = Replica(
+            template, rank, device, replicas=len(devices), options=options, name=names.new(f"replica_{rank}")
+        )
         outcomes.append(
-            replica(keras.tree.pack_sequence_as(structure, shard), rows=rows, previous=outcomes[-1] if outcomes else None)
+            replica(
+                keras.tree.pack_sequence_as(structure, shard),
+                rows=rows,
+                previous=outcomes[-1] if outcomes else None,
+            )
         )
     merge = Merge(template, output_device, options, name=names.new("merge"))
-    return keras.tree.pack_sequence_as(structure, inputs), merge(outcomes=outcomes)  # keyword, because Keras takes only tensors by position
+    return keras.tree.pack_sequence_as(structure, inputs), merge(
+        outcomes=outcomes
+    )  # keyword, because Keras takes only tensors by position
 
 
 class _Names:

@@ -1,5 +1,6 @@
 """The three kinds of layers a parallel functional model is made of: slices, replicas and a merge."""
 
+# pyright: reportUntypedBaseClass=false, reportUntypedFunctionDecorator=false
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
@@ -33,7 +34,7 @@ def span(rows: Any, replicas: int, rank: int, policy: Policy, min_rows: int) -> 
 
 
 @keras.saving.register_keras_serializable("isobatch")
-def slice_rows(x: Any, rank: int, replicas: int, policy: Policy, min_rows: int, axis: int) -> Any:
+def slice_rows(x: Any, *, rank: int, replicas: int, policy: Policy, min_rows: int, axis: int) -> Any:
     """Return the rows of one replica.
 
     While tracing, where nobody can know yet whether there are any, a replica without rows gets one borrowed row (of zeros if
@@ -50,7 +51,7 @@ def slice_rows(x: Any, rank: int, replicas: int, policy: Policy, min_rows: int, 
     Returns:
         `(B / replicas, ...)`, with its part of the mask.
 
-    >>> slice_rows(keras.ops.arange(7), 3, 4, "balanced", 1, 0).shape
+    >>> slice_rows(keras.ops.arange(7), rank=3, replicas=4, policy="balanced", min_rows=1, axis=0).shape
     TensorShape([1])
     """
     if x is None:
@@ -99,7 +100,9 @@ def count_rows(arrays: Sequence[Any], names: Sequence[str], axes: Sequence[int])
     >>> count_rows([keras.ops.zeros((3, 2))], ["x"], [0])
     3
     """
-    given = [(name, x, length(x, axis)) for x, name, axis in zip(arrays, names, axes, strict=True) if x is not None]
+    given = [
+        (name, x, length(x, axis)) for x, name, axis in zip(arrays, names, axes, strict=True) if x is not None
+    ]
     known = {rows for _, _, rows in given if not is_traced(rows)}
     if len(known) > 1:
         lines = "\n".join(f"  {name}: {rows} rows, shape {tuple(x.shape)}" for name, x, rows in given)
@@ -113,7 +116,11 @@ def count_rows(arrays: Sequence[Any], names: Sequence[str], axes: Sequence[int])
         if is_traced(rows):
             from isobatch_keras._tensorflow import check_equal
 
-            check_equal(rows, first, f"Expected every input to have the same number of rows as {given[0][0]!r}, not so: {name!r}")
+            check_equal(
+                rows,
+                first,
+                f"Expected every input to have the same number of rows as {given[0][0]!r}, not so: {name!r}",
+            )
     return first
 
 
@@ -137,7 +144,14 @@ class Replica(keras.layers.Layer):
     """
 
     def __init__(
-        self, template: keras.Model, rank: int, device: Device, replicas: int, options: Options, name: str | None = None
+        self,
+        template: keras.Model,
+        rank: int,
+        device: Device,
+        *,
+        replicas: int,
+        options: Options,
+        name: str | None = None,
     ) -> None:
         super().__init__(name=name, autocast=False, dtype=template.dtype_policy)
         self.template = template
@@ -159,7 +173,8 @@ class Replica(keras.layers.Layer):
         """
         size, bounds = share(rows, self.rank, self.replicas, self.options)
         known = bounds is not None or rows is None
-        shard = Shard(self.rank, self.device, bounds, rows if bounds is not None else 0, (inputs,), {})
+        total: Any = 0 if bounds is None else rows
+        shard = Shard(self.rank, self.device, bounds, total, (inputs,), {})
         if known and not size and (rows != 0 or self.rank):
             return idle(shard, previous)
         return run(self.template, shard, size, previous, self.options.state)
@@ -197,13 +212,17 @@ class Merge(keras.layers.Layer):
         name: Name of the layer.
     """
 
-    def __init__(self, template: keras.Model, device: Device, options: Options, name: str | None = None) -> None:
+    def __init__(
+        self, template: keras.Model, device: Device, options: Options, name: str | None = None
+    ) -> None:
         super().__init__(name=name, autocast=False, dtype=template.dtype_policy)
         # In functions, because Keras would track the layers and wrap the containers among a layer's attributes.
         structure = functional_of(template).output
         self.settle = partial(settle, policy=options.state, norms=norms_of(template))
         self.add_losses = partial(add_losses, self.add_loss, scalars=options.scalars)
-        self.gather = partial(gather_outcomes, device=device, options=options, mark=partial(_marked, structure, options))
+        self.gather = partial(
+            gather_outcomes, device=device, options=options, mark=partial(_marked, structure, options)
+        )
         self.symbols = partial(_symbols, structure, options)
         self.supports_jit = False
         self.supports_masking = True
@@ -238,7 +257,9 @@ def _marked(structure: Any, options: Options, output: Any) -> Any:
     """Mark what has no batch axis: Keras knows it from the symbolic shape."""
     marked = [
         Broadcast(leaf) if spec.shape and spec.shape[_axis(options.output_axis, path)] is not None else leaf
-        for (path, spec), leaf in zip(keras.tree.flatten_with_path(structure), keras.tree.flatten(output), strict=True)
+        for (path, spec), leaf in zip(
+            keras.tree.flatten_with_path(structure), keras.tree.flatten(output), strict=True
+        )
     ]
     return keras.tree.pack_sequence_as(output, marked)
 

@@ -1,5 +1,6 @@
 """What makes a parallel model look like its template to everything that reads, changes or saves a model."""
 
+# pyright: reportUntypedBaseClass=false
 from __future__ import annotations
 
 from functools import partial
@@ -66,7 +67,7 @@ class Mirror(_Base):
         return super().layers if setup is None else setup.template.layers
 
     @property
-    def __class__(self) -> type:
+    def __class__(self) -> type:  # pyright: ignore[reportIncompatibleMethodOverride]
         setup = self.__dict__.get("__setup")
         return type(self) if setup is None else type(setup.template)
 

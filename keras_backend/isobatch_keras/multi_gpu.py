@@ -17,7 +17,10 @@ __all__ = ["multi_gpu_model"]
 
 
 def multi_gpu_model(
-    model: keras.Model, gpus: int | Sequence[int] | None = None, cpu_merge: bool = True, cpu_relocation: bool = False
+    model: keras.Model,
+    gpus: int | Sequence[int] | None = None,
+    cpu_merge: bool = True,  # noqa: FBT001, FBT002 - the old signature
+    cpu_relocation: bool = False,  # noqa: FBT001, FBT002
 ) -> keras.Model:
     """Replicate a model on several GPUs of one machine, as `keras.utils.multi_gpu_model` did until 2020.
 
@@ -68,7 +71,9 @@ def _wanted(gpus: Any) -> list[Device]:
         numbers = list(range(len(found)))
     elif isinstance(gpus, SupportsIndex) and not isinstance(gpus, bool):
         numbers = list(range(gpus.__index__()))
-    elif isinstance(gpus, list | tuple) and all(isinstance(n, SupportsIndex) and not isinstance(n, bool) for n in gpus):
+    elif isinstance(gpus, list | tuple) and all(
+        isinstance(n, SupportsIndex) and not isinstance(n, bool) for n in gpus
+    ):
         numbers = [n.__index__() for n in gpus]
     else:
         msg = f"Expected gpus to be a number, a list of numbers or None, got {gpus!r}."

@@ -31,7 +31,9 @@ def parallelize(
     """
     options.check(len(devices))
     if issubclass(type(model), Mirror):  # not isinstance: a parallel model says it is of its template's class
-        msg = f"Expected a model that is not parallel yet, got {model!r}; make its `template` parallel instead."
+        msg = (
+            f"Expected a model that is not parallel yet, got {model!r}; make its `template` parallel instead."
+        )
         raise ModelError(msg)
     check(model, options)
     cls = ParallelCall if functional_of(model) is None else Parallel

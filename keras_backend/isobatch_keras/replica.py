@@ -16,7 +16,9 @@ from isobatch_keras.state import Outcome, Recording, Update, carry
 __all__ = ["idle", "run"]
 
 
-def run(function: Callable[..., Any], shard: Shard, size: Any, previous: Outcome | None, policy: StatePolicy) -> Outcome:
+def run(
+    function: Callable[..., Any], shard: Shard, size: Any, previous: Outcome | None, policy: StatePolicy
+) -> Outcome:
     """Call the template, or a method of it, as one replica.
 
     Args:
@@ -48,7 +50,9 @@ def run(function: Callable[..., Any], shard: Shard, size: Any, previous: Outcome
     token = running.set(shard)
     try:
         inputs = [leaves[i] for i in places]
-        arrays = placed(forward, inputs, shard.device, f"replica_{shard.rank}", size > 0 if is_traced(size) else None)
+        arrays = placed(
+            forward, inputs, shard.device, f"replica_{shard.rank}", size > 0 if is_traced(size) else None
+        )
     except Exception as error:
         error.add_note(f"in {shard}")
         raise
@@ -58,7 +62,9 @@ def run(function: Callable[..., Any], shard: Shard, size: Any, previous: Outcome
     output_masks = [get_mask(leaf) for leaf in outputs]
     rest = iter(arrays)
     output = unflatten(output_spec, [next(rest) if is_array(leaf) else leaf for leaf in outputs])
-    updates: list[Update] = [(variable, keras.ops.stop_gradient(value)) for variable, value in recording.updates]
+    updates: list[Update] = [
+        (variable, keras.ops.stop_gradient(value)) for variable, value in recording.updates
+    ]
     return Outcome(
         shard,
         size,

@@ -1,5 +1,6 @@
 """Running state: what a model updates in the forward pass, captured in each replica and settled once."""
 
+# pyright: reportUntypedBaseClass=false
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
@@ -62,17 +63,21 @@ class Recording(keras.StatelessScope):
         self.updates: list[Update] = []
 
     def add_update(self, update: Update) -> None:
+        """Remember an assignment."""
         self.updates.append(update)
         super().add_update(update)
 
     def get_current_value(self, variable: keras.Variable) -> Any:
+        """Return what a variable was assigned, here or in a scope around this one; `None` for nothing."""
         value = super().get_current_value(variable)
         if value is None and self.original_scope is not None:
             return self.original_scope.get_current_value(variable)
         return value
 
 
-def carry(previous: Mapping[int, Update], updates: Sequence[Update], size: Any, policy: StatePolicy) -> dict[int, Update]:
+def carry(
+    previous: Mapping[int, Update], updates: Sequence[Update], size: Any, policy: StatePolicy
+) -> dict[int, Update]:
     """Return what the next replica starts from.
 
     Seeds go from replica to replica, or all would draw the same masks; with `"sequential"` everything does.
@@ -91,7 +96,9 @@ def carry(previous: Mapping[int, Update], updates: Sequence[Update], size: Any, 
     return carried
 
 
-def settle(outcomes: Sequence[Outcome], policy: StatePolicy, norms: Mapping[int, keras.layers.BatchNormalization]) -> None:
+def settle(
+    outcomes: Sequence[Outcome], policy: StatePolicy, norms: Mapping[int, keras.layers.BatchNormalization]
+) -> None:
     """Assign to each variable that a replica updated what the policy makes of all updates.
 
     Args:
@@ -126,7 +133,9 @@ def _settled(
     return _select(sum(sizes), merged, start)
 
 
-def _between(layer: keras.layers.BatchNormalization, outcomes: Sequence[Outcome], sizes: Sequence[Any]) -> Any:
+def _between(
+    layer: keras.layers.BatchNormalization, outcomes: Sequence[Outcome], sizes: Sequence[Any]
+) -> Any:
     """Return what the mean of the shards' variances lacks: the variance between the shards' means, call by call.
 
     An update of the moving mean is `momentum * previous + (1 - momentum) * mean`, so the shard's mean can be read off it.

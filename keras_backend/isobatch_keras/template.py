@@ -27,7 +27,11 @@ def functional_of(model: keras.Model) -> Any:
 
 def norms_of(model: keras.Model) -> dict[int, keras.layers.BatchNormalization]:
     """Return the batch normalisations of a model, by the `id` of their moving variance."""
-    return {id(layer.moving_variance): layer for layer in _all_layers(model) if isinstance(layer, keras.layers.BatchNormalization)}
+    return {
+        id(layer.moving_variance): layer
+        for layer in _all_layers(model)
+        if isinstance(layer, keras.layers.BatchNormalization)
+    }
 
 
 def split_axes(functional: Any, options: Options) -> list[int | None]:
@@ -43,7 +47,9 @@ def split_axes(functional: Any, options: Options) -> list[int | None]:
         axis = options.axis
         if not isinstance(axis, int):
             axis = next((axis[word] for word in words if word in axis), 0)
-        axes.append(None if not words.isdisjoint(options.broadcast) or not tensor.shape else axis % len(tensor.shape))
+        axes.append(
+            None if not words.isdisjoint(options.broadcast) or not tensor.shape else axis % len(tensor.shape)
+        )
     return axes
 
 

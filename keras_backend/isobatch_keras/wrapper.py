@@ -1,5 +1,6 @@
 """The two parallel models: of a functional template, and of one that only has a `call`."""
 
+# pyright: reportUntypedBaseClass=false
 from __future__ import annotations
 
 from functools import wraps
@@ -31,7 +32,9 @@ class Parallel(Mirror, Functional):
         output_device: Where outputs are joined.
     """
 
-    def __init__(self, template: keras.Model, devices: tuple[Device, ...], options: Options, output_device: Device) -> None:
+    def __init__(
+        self, template: keras.Model, devices: tuple[Device, ...], options: Options, output_device: Device
+    ) -> None:
         inputs, outputs = build_graph(template, devices, options, output_device)
         super().__init__(inputs, outputs, name=f"parallel_{template.name}")
         self.output_names = list(functional_of(template).output_names)
@@ -52,7 +55,9 @@ class ParallelCall(Mirror, keras.Model):
         output_device: Where outputs are joined.
     """
 
-    def __init__(self, template: keras.Model, devices: tuple[Device, ...], options: Options, output_device: Device) -> None:
+    def __init__(
+        self, template: keras.Model, devices: tuple[Device, ...], options: Options, output_device: Device
+    ) -> None:
         setup = Setup(template, devices, options, output_device)
 
         @wraps(template.call)  # Keras reads from the signature whether there are `training` and `mask`
