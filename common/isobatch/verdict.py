@@ -41,14 +41,17 @@ class LayerCheck:
         layer: Its path.
         operations: What it consists of.
         check: Its output against the Keras side's; what is allowed is the floor of its operations.
+        training: What is compared are a BatchNorm's running statistics after one step of training on the same input.
     """
 
     layer: str
     operations: tuple[str, ...]
     check: Comparison
+    training: bool = False
 
     def __str__(self) -> str:
-        return f"{self.layer} ({', '.join(self.operations)}): {self.check}"
+        when = ", after one step of training" if self.training else ""
+        return f"{self.layer} ({', '.join(self.operations)}{when}): {self.check}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,16 +252,19 @@ def _layer_checks(torch_side: Any, module: Any, record: Any) -> tuple[LayerCheck
     checks: list[LayerCheck] = []
 
     def report(reference: str, found: Any) -> None:
-        name = reference.partition(":")[0]
+        trained = reference.removesuffix(torch_side.TRAINED)
+        name = trained.partition(":")[0]
         parts = tuple(dict.fromkeys(operations[layers[name]]))
         allowed = FLOAT32 if reference in record.coarse else max(find_operation(part).floor for part in parts)
         if isinstance(found, Exception):
             check = _failed(name, f"{type(found).__name__}: {found}", allowed)
         elif reference in record.values:
             check = compare(found, record.values[reference], allowed)
+        elif trained in record.trained:
+            check = compare(found, record.trained[trained], allowed)
         else:
             return
-        checks.append(LayerCheck(layers[name] if name == reference else reference, parts, check))
+        checks.append(LayerCheck(layers[name], parts, check, trained != reference))
 
     torch_side.evaluate_layers(module, spec, record.values, report)
     return tuple(checks)

@@ -24,7 +24,9 @@ from isobatch_keras.spec.walk import Call, Ref, walk
 __all__ = ["Record", "Refusal", "in_float64", "predict", "record"]
 
 
-_NO_KERNEL = re.compile(r"of double is not in the list of allowed values|Could not find device for node.*DT_DOUBLE")
+_NO_KERNEL = re.compile(
+    r"of double is not in the list of allowed values|Could not find device for node.*DT_DOUBLE"
+)
 """In TensorFlow's message, for instance about three-dimensional pooling on the CPU."""
 
 
@@ -39,11 +41,13 @@ class Record:
     Args:
         spec: The model's spec.
         values: What each reference stood for.
+        trained: The moving mean and variance of each BatchNormalization after one step of training on the same input, by reference.
         coarse: References to what was computed in float32, for TensorFlow has no float64 kernel for it.
     """
 
     spec: Spec
     values: Mapping[str, np.ndarray[Any, Any]]
+    trained: Mapping[str, list[np.ndarray[Any, Any]]]
     coarse: frozenset[str]
 
 
@@ -66,6 +70,7 @@ def record(model: Any, batch: Any, factory: Callable[[], Any] | None = None) -> 
     copies: dict[int, Any] = {}
     values = _inputs(spec, batch)
     coarse: set[str] = set()
+    trained: dict[str, list[np.ndarray[Any, Any]]] = {}
     with _float64(), warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # of Keras about the model, which its user has seen
         calls = found.calls if factory is None else _from_factory(factory, model, spec)
@@ -73,8 +78,10 @@ def record(model: Any, batch: Any, factory: Callable[[], Any] | None = None) -> 
             if factory is not None:
                 copies[id(call.operation)] = call.operation
             _repeat(call, values, copies, coarse)
+            if isinstance(call.operation, keras.layers.BatchNormalization) and call.outputs[0] in values:
+                trained[str(call.outputs[0])] = _train_step(call, copies[id(call.operation)], values)
     arrays = {ref: np.asarray(keras.ops.convert_to_numpy(value)) for ref, value in values.items()}
-    return Record(spec, arrays, frozenset(coarse))
+    return Record(spec, arrays, trained, frozenset(coarse))
 
 
 def in_float64(model: Any, factory: Callable[[], Any] | None = None) -> Any:
@@ -136,6 +143,18 @@ def _repeat(call: Call, values: dict[str, Any], copies: dict[int, Any], coarse: 
         if "float" in keras.backend.standardize_dtype(output.dtype) and "float" in ref.dtype:
             _expect_float64(call, output.dtype, "returns")
         values[ref] = output
+
+
+def _train_step(call: Call, layer: Any, values: Mapping[str, Any]) -> list[np.ndarray[Any, Any]]:
+    """The running statistics after one step; the layer keeps those it had."""
+    running = layer.moving_mean, layer.moving_variance
+    before = [variable.numpy() for variable in running]
+    args, kwargs = _filled((call.args, dict(call.kwargs)), values)
+    layer(*args, **{**kwargs, "training": True})
+    after = [variable.numpy() for variable in running]
+    for variable, array in zip(running, before, strict=True):
+        variable.assign(array)
+    return after
 
 
 def _in_float32(call: Call, args: Any, kwargs: Any) -> list[Any]:

@@ -1,10 +1,11 @@
 """Specs to torch modules and back: `from_spec`, `to_tensors`, `register_layer`, and the layers torch has no exact equal of."""
 
 from isobatch_torch.spec.build import from_spec, load_tensors, spec_of, to_tensors
-from isobatch_torch.spec.evaluate import evaluate_layers, predict
+from isobatch_torch.spec.evaluate import TRAINED, evaluate_layers, predict
 from isobatch_torch.spec.modules import register_layer
 
 __all__ = [
+    "TRAINED",
     "evaluate_layers",
     "from_spec",
     "load_tensors",

@@ -119,9 +119,7 @@ def to_tensors(module: nn.Module) -> dict[str, Array]:
         if values.dtype == torch.bfloat16:
             values = values.float()
         shape = module.meta["shapes"][key]  # type: ignore[index]
-        found[key] = np.array(
-            weight_of(node.operation, role).to_spec(values.cpu().numpy(), shape)
-        )
+        found[key] = np.array(weight_of(node.operation, role).to_spec(values.cpu().numpy(), shape))
     return found
 
 

@@ -8,13 +8,17 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage]
 
 from isobatch.spec import Spec
 from isobatch.trees import flatten, unflatten
 from isobatch_torch.spec.build import module_path, spec_of
 from isobatch_torch.spec.weights import Array
 
-__all__ = ["evaluate_layers", "predict"]
+__all__ = ["TRAINED", "evaluate_layers", "predict"]
+
+TRAINED = " in training"
+"""What a reference adds to its name when it stands for the running statistics after one step of training."""
 
 
 def evaluate_layers(
@@ -26,7 +30,8 @@ def evaluate_layers(
         module: From `from_spec`.
         spec: Its spec.
         values: The other framework's arrays, by reference. What it has no value for, inside a layer, is computed here.
-        report: Called with each reference and the array, or the exception, that came out.
+        report: Called with each reference and the array, or the exception, that came out; for a BatchNorm also with its name and
+            `TRAINED`, and its running mean and variance after one step of training.
     """
     own: dict[str, torch.Tensor] = {}
     children: dict[str, nn.Module] = {}
@@ -51,6 +56,18 @@ def evaluate_layers(
                 report(reference, output.numpy())
                 if reference not in values:
                     own[reference] = output
+            if isinstance(child, _BatchNorm):
+                report(
+                    f"{node.name}{TRAINED}",
+                    _train_step(child, args, {key: given(ref) for key, ref in node.keywords.items()}),
+                )
+
+
+def _train_step(layer: _BatchNorm, args: Any, kwargs: Any) -> list[Array]:
+    """The running statistics after one step."""
+    trained: Any = copy.deepcopy(layer).train()
+    trained(*args, **kwargs)
+    return [trained.running_mean.numpy(), trained.running_var.numpy()]
 
 
 def predict(
