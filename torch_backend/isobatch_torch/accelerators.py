@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Generator
 from contextlib import AbstractContextManager
 from typing import Any, SupportsIndex
 
@@ -10,7 +11,7 @@ import torch
 
 from isobatch.devices import Device, DeviceRequest, resolve_devices
 
-__all__ = ["KIND", "current", "memory", "one_device", "same_memory", "visible"]
+__all__ = ["KIND", "current", "memory", "one_device", "same_memory", "send", "torch_text", "visible"]
 
 
 def visible() -> tuple[Device, ...]:
@@ -25,7 +26,7 @@ def visible() -> tuple[Device, ...]:
     if KIND is None:
         return (Device("cpu"),)
     count = torch.get_device_module(KIND).device_count()
-    return (*(Device("gpu" if KIND == "cuda" else KIND, index) for index in range(count)), Device("cpu"))
+    return (*(Device(_name(KIND) or KIND, index) for index in range(count)), Device("cpu"))
 
 
 def one_device(request: DeviceRequest) -> Device:
@@ -78,23 +79,64 @@ def same_memory(tensor: torch.Tensor, target: torch.device) -> bool:
     return here == target or (here.type == target.type == "cpu")
 
 
-def current(device: Device) -> AbstractContextManager[Any]:
-    """Make a device the current one of this thread, and the default one if another of its kind was.
+def torch_text(device: Device) -> str:
+    """Return torch's spelling of a device.
+
+    >>> torch_text(Device("gpu", 1)), torch_text(Device("cpu", 1))
+    ('cuda:1', 'cpu')
+    """
+    return str(memory(device))
+
+
+def current(device: Device) -> AbstractContextManager[None]:
+    """Return a context that makes a device the current one, on the stream that is current there now.
+
+    The default device moves along, if it is one of the same kind.
 
     Args:
-        device: Where the replica runs.
+        device: Where a replica is going to run, perhaps in another thread.
 
     >>> with current(Device("cpu", 1)):
     ...     pass
     """
-    if device.kind == "cpu":
+    if device.kind == "cpu" or device.kind != _name(KIND):
         return contextlib.nullcontext()
-    target = memory(device)
-    stack = contextlib.ExitStack()
-    stack.enter_context(torch.get_device_module(target).device(target))
-    if torch.get_default_device().type == target.type:
-        stack.enter_context(target)
-    return stack
+    return _entered(memory(device), torch.accelerator.current_stream(memory(device)))
 
 
+@contextlib.contextmanager
+def _entered(place: torch.device, stream: Any) -> Generator[None]:
+    module: Any = torch.get_device_module(place)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(module.device(place))
+        stack.enter_context(module.stream(stream))
+        if torch.get_default_device().type == place.type:
+            stack.enter_context(place)
+        yield
+
+
+def send(tensor: torch.Tensor, place: torch.device) -> torch.Tensor:
+    """Return a tensor on another device; from the CPU to an accelerator on a stream beside the current one.
+
+    Args:
+        tensor: Where it is now.
+        place: Where it is wanted.
+    """
+    if tensor.device.type != "cpu" or place.type != KIND:
+        return tensor.to(place)
+    current_stream = torch.accelerator.current_stream(place)
+    side = _side_streams.setdefault(place, torch.Stream(place))
+    module: Any = torch.get_device_module(place)
+    with module.device(place), module.stream(side):
+        moved = tensor.to(place, non_blocking=True)
+    current_stream.wait_stream(side)
+    moved.record_stream(current_stream)
+    return moved
+
+
+def _name(kind: str | None) -> str | None:
+    return "gpu" if kind == "cuda" else kind
+
+
+_side_streams: dict[torch.device, Any] = {}
 _CPU = torch.device("cpu")

@@ -11,7 +11,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_
 
 from isobatch.backend import Scalars
 from isobatch.devices import Device
-from isobatch_torch.accelerators import memory, same_memory
+from isobatch_torch.accelerators import memory, same_memory, send
 from isobatch_torch.internals import Gather, is_confined
 
 __all__ = ["equal", "join", "reduce", "shape", "take"]
@@ -57,7 +57,7 @@ def take(array: Any, rows: slice | None, axis: int, device: Device) -> Any:
     target = memory(device)
     if isinstance(array, torch.Tensor) and same_memory(array, target):
         return array
-    return array.to(target, non_blocking=True)
+    return send(array, target) if isinstance(array, torch.Tensor) else array.to(target)
 
 
 def _rows(array: Any, rows: slice, axis: int) -> Any:

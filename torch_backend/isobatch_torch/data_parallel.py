@@ -15,7 +15,8 @@ from isobatch.devices import Device, DeviceRequest, resolve_devices
 from isobatch.errors import ModelError
 from isobatch_torch.accelerators import memory, one_device, visible
 from isobatch_torch.backend import BACKEND
-from isobatch_torch.engine import Engine, Schedule, is_home, run_template
+from isobatch_torch.engine import Engine, Schedule, run_template
+from isobatch_torch.placement import is_home
 
 __all__ = ["DataParallel"]
 
@@ -158,6 +159,14 @@ class DataParallel(nn.DataParallel[nn.Module]):
         """
         return BACKEND.gather(results, self._output, options=self.options)
 
+    def invalidate(self) -> None:
+        """Forget everything that was kept between calls: replicas, copies of weights on other devices, what calls have shown.
+
+        It is seldom needed: edits of the module are noticed, but for those of weights through `.data` where replicas run
+        without gradients on other devices than the module's.
+        """
+        vars(self)["_engine"] = None
+
     @property
     def engine(self) -> Engine:
         """What runs the replicas."""
@@ -182,12 +191,12 @@ class DataParallel(nn.DataParallel[nn.Module]):
         return memory(vars(self)["_output"])
 
     @property
-    def training(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride, reportIncompatibleUnannotatedOverride]
+    def training(self) -> bool:
         """Whether the module is in training mode."""
         return self.module.training
 
     @training.setter
-    def training(self, mode: bool) -> None:
+    def training(self, mode: bool) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
         self.module.training = mode
 
     # What follows makes the wrapper look like the module it wraps.

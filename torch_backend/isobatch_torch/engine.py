@@ -6,7 +6,6 @@ import threading
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -14,14 +13,15 @@ from torch import nn
 
 from isobatch.backend import Replica, Result, Shard, StatePolicy, running
 from isobatch.devices import Device
-from isobatch_torch.accelerators import KIND, current, memory, same_memory
+from isobatch_torch.accelerators import current
 from isobatch_torch.internals import is_confined
-from isobatch_torch.random import positions
+from isobatch_torch.placement import Placement
+from isobatch_torch.random import part_streams, positions
 from isobatch_torch.replicas import Copies
 from isobatch_torch.state import Place, RunningState
 from isobatch_torch.workers import Outcome, ThreadState, run_all, run_here
 
-__all__ = ["Engine", "Schedule", "bound_call", "check_outcomes", "is_home", "run_template"]
+__all__ = ["Engine", "Schedule", "bound_call", "check_outcomes", "run_template"]
 
 Schedule: TypeAlias = Literal["threads", "sequential"]
 """Replicas run at once, each in the worker of its rank, or one after another in the caller's thread."""
@@ -50,13 +50,13 @@ class Engine:
         self.template = template
         self.devices = devices
         self.copies = Copies(template, len(devices))
+        self.placement = Placement(devices)
         self.habits: dict[Any, _Habits] = {}
         self.lock = threading.Lock()
 
     def replicate(self) -> list[Replica[nn.Module]]:
         """Return all replicas, up to date with the template."""
-        with self.lock:
-            self.copies.refresh()
+        self.prepare(range(len(self.devices)))
         return [Replica(rank, device, self.copies.root(rank)) for rank, device in enumerate(self.devices)]
 
     def run(
@@ -80,15 +80,15 @@ class Engine:
         Raises:
             BaseException: What the lowest failing replica raised, with a note that says which one it was.
         """
-        with self.lock:
-            self.copies.refresh()
+        ranks = [shard.rank for shard in shards]
+        self.prepare(ranks)
         mode = (method, state, self.copies.modes)
         known = self.habits.get(mode)
         confined = is_confined()
         live = (
             known.live if known else frozenset[Place]() if confined and not any(self.copies.modes) else None
         )
-        kept = RunningState(self.copies, [shard.rank for shard in shards], state, live)
+        kept = RunningState(self.copies, self.placement, ranks, state, live)
         calls = [
             kept.bind(position, bound_call(getattr(self.copies.root(shard.rank), method), shard))
             for position, shard in enumerate(shards)
@@ -104,6 +104,14 @@ class Engine:
             drew = before is not None and before != positions(self.devices)
             self.learn(mode, known, live, drew=drew, outcomes=outcomes)
         return [Result(shard, outcome.value) for shard, outcome in zip(shards, outcomes, strict=True)]
+
+    def prepare(self, ranks: Sequence[int]) -> None:
+        """Bring replicas up to date with the template."""
+        with self.lock:
+            if self.copies.refresh():
+                self.placement.check(self.copies)
+            self.placement.move(self.copies, ranks)
+            part_streams(self.devices)
 
     def call(
         self, calls: Sequence[Callable[[], Any]], kept: RunningState, *, here: bool, gap: int | None
@@ -170,22 +178,6 @@ class _Habits:
         return 4 * self.nodes + 100
 
 
-def is_home(module: nn.Module, device: Device) -> bool:
-    """Say whether a module lies where a replica on a device would run.
-
-    Args:
-        module: The template.
-        device: Where the replica runs.
-
-    >>> is_home(nn.Linear(1, 1), Device("cpu", 1))
-    True
-    """
-    if KIND is None:
-        return True
-    tensor = next(chain(module.parameters(), module.buffers()), None)
-    return tensor is None or same_memory(tensor, memory(device))
-
-
 def run_template(template: nn.Module, method: str, shard: Shard) -> Result:
     """Run the template itself, in the caller's thread: the only replica of a call.
 
@@ -218,10 +210,11 @@ def bound_call(method: Callable[..., Any], shard: Shard) -> Callable[[], Any]:
         method: The replica or a method of it.
         shard: What it gets.
     """
+    place = current(shard.device)  # with the caller's stream
 
     def call() -> Any:
         running.set(shard)
-        with current(shard.device):
+        with place:
             return method(*shard.args, **shard.kwargs)
 
     return call

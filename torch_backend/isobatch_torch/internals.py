@@ -26,12 +26,15 @@ __all__ = [
     "buffers_of",
     "children_of",
     "function_modes",
+    "hooks_of",
     "is_confined",
     "make_nodes",
+    "mark_parameter",
     "move_towards",
     "node_count",
     "parameters_of",
     "set_grad_mode",
+    "use_own_parameters",
     "version_of",
 ]
 
@@ -57,6 +60,22 @@ def children_of(module: nn.Module) -> dict[str, nn.Module | None]:
     """Return a module's own dictionary of modules; likewise."""
     found: dict[str, nn.Module | None] = {} if isinstance(module, torch.jit.ScriptModule) else module._modules
     return found
+
+
+def hooks_of(module: nn.Module) -> list[Any]:
+    """Return what runs before a module's forward pass."""
+    return list(module._forward_pre_hooks.values())
+
+
+def use_own_parameters(module: nn.Module) -> None:
+    """Let a recurrent layer, which keeps a list of its parameters, use those that it has now."""
+    if isinstance(module, nn.RNNBase):
+        module._flat_weights = [getattr(module, name) for name in module._flat_weights_names]
+
+
+def mark_parameter(tensor: Any) -> None:
+    """Make a tensor that is part of a graph a parameter to `isinstance`."""
+    tensor._is_param = True
 
 
 def version_of(tensor: torch.Tensor) -> int:

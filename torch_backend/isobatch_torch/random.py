@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from isobatch.devices import Device
-from isobatch_torch.accelerators import memory
+from isobatch_torch.accelerators import KIND, memory
 
 __all__ = ["part_streams", "positions"]
 
@@ -25,9 +25,7 @@ def positions(devices: Sequence[Device]) -> tuple[bytes, ...]:
     >>> positions([Device("cpu")]) == before
     False
     """
-    shared = [
-        memory(device) for device, count in Counter(devices).items() if count > 1 and device.kind != "cpu"
-    ]
+    shared = [place for place, count in Counter(_cards(devices)).items() if count > 1]
     generators = [torch.default_generator, *map(_generator, shared)]
     return tuple(generator.get_state().numpy().tobytes() for generator in generators)
 
@@ -38,7 +36,7 @@ def part_streams(devices: Sequence[Device]) -> None:
     Args:
         devices: One for each replica.
     """
-    places = list(dict.fromkeys(memory(device) for device in devices if device.kind != "cpu"))
+    places = list(dict.fromkeys(_cards(devices)))
     if not places:
         return
     seed = _generator(places[0]).initial_seed()
@@ -46,6 +44,10 @@ def part_streams(devices: Sequence[Device]) -> None:
         generator = _generator(place)
         if generator.initial_seed() == seed:
             generator.manual_seed(seed + offset)
+
+
+def _cards(devices: Sequence[Device]) -> list[torch.device]:
+    return [place for place in map(memory, devices) if place.type == KIND]
 
 
 def _generator(place: torch.device) -> Any:

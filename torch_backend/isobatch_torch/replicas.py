@@ -68,7 +68,8 @@ class Copies:
 
     >>> template = nn.Sequential(nn.Linear(2, 2))
     >>> copies = Copies(template, 2)
-    >>> copies.refresh()
+    >>> copies.refresh(), copies.refresh()
+    (True, False)
     >>> copies.root(1) is template, copies.root(1)[0].weight is template[0].weight
     (False, True)
     """
@@ -85,8 +86,8 @@ class Copies:
         """Return the replica of a rank."""
         return self.nodes[0].copies[rank]
 
-    def refresh(self) -> None:
-        """Bring the replicas up to date with the template.
+    def refresh(self) -> bool:
+        """Bring the replicas up to date with the template; say whether there was anything to do.
 
         A replica keeps what its forward pass stored in attributes until those of the template's module change.
 
@@ -94,7 +95,7 @@ class Copies:
             ModelError: The template refers to parts of itself in ways that would reach around its replicas.
         """
         if self.nodes and self._snapshot.holds():
-            return
+            return False
         known = {node.original: node for node in self.nodes}
         nodes: dict[nn.Module, Node] = {}
         for path, module in _walk(core(self.template), "", set()):
@@ -112,6 +113,7 @@ class Copies:
             if buffer is not None
         ]
         self._snapshot = _Snapshot(tuple(nodes))
+        return True
 
 
 def core(module: nn.Module) -> nn.Module:

@@ -11,10 +11,12 @@ from torch import nn
 
 from isobatch.backend import StatePolicy
 from isobatch.errors import StructureError
+from isobatch_torch.accelerators import same_memory
 from isobatch_torch.arrays import equal
 from isobatch_torch.checks import template_path
 from isobatch_torch.internals import buffers_of, version_of
 from isobatch_torch.norms import Statistics, merge_statistics, recorded
+from isobatch_torch.placement import Placement
 from isobatch_torch.replicas import Copies, Node
 
 __all__ = ["Place", "RunningState"]
@@ -30,48 +32,60 @@ class RunningState:
 
     Args:
         copies: The replicas.
+        placement: Where they are.
         ranks: Those that run.
         policy: `"merge"`, `"first"` or `"sequential"`.
         live: Buffers that replicas are known to update; `None`: not known, so any may be.
     """
 
     def __init__(
-        self, copies: Copies, ranks: Sequence[int], policy: StatePolicy, live: frozenset[Place] | None
+        self,
+        copies: Copies,
+        placement: Placement,
+        ranks: Sequence[int],
+        policy: StatePolicy,
+        live: frozenset[Place] | None,
     ) -> None:
         self.copies = copies
+        self.placement = placement
         self.ranks = ranks
         self.policy = policy
         self.unknown = live is None
         self.statistics: list[dict[nn.Module, list[Statistics]]] = [{} for _ in ranks]
-        own: list[dict[int, torch.Tensor]] = [
+        self.own: list[dict[int, torch.Tensor]] = [
             {} for _ in ranks
         ]  # by identity, so that tied buffers stay tied
         self.loans = [
-            self.lend(node, name, buffer, own, updated=live is None or (node.path, name) in live)
+            self.lend(node, name, buffer, updated=live is None or (node.path, name) in live)
             for node, name, buffer in copies.buffers
         ]
 
-    def lend(
-        self,
-        node: Node,
-        name: str,
-        buffer: torch.Tensor,
-        own: list[dict[int, torch.Tensor]],
-        *,
-        updated: bool,
-    ) -> _Loan:
+    def lend(self, node: Node, name: str, buffer: torch.Tensor, *, updated: bool) -> _Loan:
         """Give every replica a buffer: a copy of its own if it is going to update it."""
-        parts = [buffer] * len(self.ranks)
-        start = buffer
-        if updated and not buffer.requires_grad:
-            if self.policy != "merge" and self.unknown:
-                start = buffer.clone()  # the template's own is going to be written to
-            for position in range(
-                {"merge": 0, "first": 1, "sequential": len(parts)}[self.policy], len(parts)
-            ):
-                parts[position] = own[position].setdefault(id(buffer), buffer.clone())
-                buffers_of(node.copies[self.ranks[position]])[name] = parts[position]
+        updated = updated and not buffer.requires_grad
+        own = (
+            {"merge": 0, "first": 1, "sequential": len(self.ranks)}[self.policy]
+            if updated
+            else len(self.ranks)
+        )
+        start = (
+            buffer.clone() if updated and own and self.unknown else buffer
+        )  # the template's own may be written to
+        parts = [self.part(position, buffer, own=position >= own) for position in range(len(self.ranks))]
+        for rank, part in zip(self.ranks, parts, strict=True):
+            if part is not buffer:
+                buffers_of(node.copies[rank])[name] = part
         return _Loan(node, name, buffer, parts, start, version_of(buffer))
+
+    def part(self, position: int, buffer: torch.Tensor, *, own: bool) -> torch.Tensor:
+        """Return the buffer that one replica gets."""
+        place = self.placement.places[self.ranks[position]]
+        if not own:
+            return buffer.to(place) if buffer.requires_grad else self.placement.copy(buffer, place)
+        copies = self.own[position]
+        if id(buffer) not in copies:
+            copies[id(buffer)] = buffer.clone() if same_memory(buffer, place) else buffer.to(place)
+        return copies[id(buffer)]
 
     def bind(self, position: int, call: Callable[[], Any]) -> Callable[[], Any]:
         """Return a replica's call with its running state around it; to be made in a context of its own."""
@@ -86,14 +100,19 @@ class RunningState:
             return recording
 
         def chained() -> Any:
-            rank = self.ranks[position]
-            for loan in self.loans:
-                buffers_of(loan.node.copies[rank])[loan.name] = buffers_of(loan.node.original)[loan.name]
+            copies = [buffers_of(loan.node.copies[self.ranks[position]]) for loan in self.loans]
+            place = self.placement.places[self.ranks[position]]
+            for loan, buffers in zip(self.loans, copies, strict=True):
+                buffer = buffers_of(loan.node.original)[loan.name]
+                buffers[loan.name] = buffer if buffer is None else buffer.to(place)
             try:
                 return call()
             finally:
-                for loan in self.loans:
-                    buffers_of(loan.node.original)[loan.name] = buffers_of(loan.node.copies[rank])[loan.name]
+                for loan, buffers in zip(self.loans, copies, strict=True):
+                    end = buffers[loan.name]
+                    buffers_of(loan.node.original)[loan.name] = (
+                        end if end is None else end.to(loan.buffer.device)
+                    )
 
         return chained
 
