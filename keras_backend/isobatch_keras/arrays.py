@@ -9,6 +9,7 @@ import keras
 import numpy as np
 
 from isobatch.backend import Scalars
+from isobatch.errors import LeafTypeError
 
 __all__ = [
     "get_mask",
@@ -52,7 +53,7 @@ def shape(value: Any) -> tuple[Any, ...] | None:
     >>> shape(np.zeros((2, 3))), shape("text")
     ((2, 3), None)
     """
-    return tuple(value.shape) if is_array(value) else None
+    return tuple(_dense(value).shape) if is_array(value) else None
 
 
 def length(array: Any, axis: int) -> Any:
@@ -61,7 +62,7 @@ def length(array: Any, axis: int) -> Any:
     >>> length(keras.ops.zeros((2, 3)), 1)
     3
     """
-    known = array.shape[axis]
+    known = _dense(array).shape[axis]
     # int64, because weights of unequal devices multiply the number of rows by up to 2**21.
     return keras.ops.cast(keras.ops.shape(array)[axis], "int64") if known is None else int(known)
 
@@ -126,6 +127,16 @@ def set_mask(array: Any, mask: Any) -> Any:
     """Attach a mask to an array, as Keras does, and return the array."""
     if mask is not None:
         array._keras_mask = mask  # noqa: SLF001 - Keras has no public way to do this
+    return array
+
+
+def _dense(array: Any) -> Any:
+    if hasattr(array, "row_splits") or hasattr(array, "dense_shape"):
+        msg = (
+            f"Expected dense arrays, got a {type(array).__name__} of shape {array.shape}, which cannot be sliced by rows. "
+            "Make it dense: a ragged tensor by to_tensor(), with a mask; a sparse one by tf.sparse.to_dense()."
+        )
+        raise LeafTypeError(msg)
     return array
 
 

@@ -119,7 +119,7 @@ def count_rows(arrays: Sequence[Any], names: Sequence[str], axes: Sequence[int])
             check_equal(
                 rows,
                 first,
-                f"Expected every input to have the same number of rows as {given[0][0]!r}, not so: {name!r}",
+                f"Expected every input to have the same number of rows as {given[0][0]}, not so: {name}",
             )
     return first
 

@@ -6,12 +6,15 @@ import keras
 
 from isobatch.backend import Options
 from isobatch.devices import Device
-from isobatch.errors import ModelError
+from isobatch.errors import BackendError, ModelError
 from isobatch_keras.mirror import Mirror
 from isobatch_keras.template import check, functional_of
 from isobatch_keras.wrapper import Parallel, ParallelCall
 
 __all__ = ["parallelize"]
+
+
+_TRIED = ("tensorflow", "torch")
 
 
 def parallelize(
@@ -26,9 +29,16 @@ def parallelize(
         output_device: Where outputs are joined.
 
     Raises:
+        BackendError: Keras runs on another backend than TensorFlow or torch.
         ModelError: The model cannot be made parallel.
         ValueError: An option is unknown or does not fit the number of devices.
     """
+    if keras.config.backend() not in _TRIED:
+        msg = (
+            f"Expected Keras to run on {' or '.join(_TRIED)}, it runs on {keras.config.backend()}. Set KERAS_BACKEND before keras is "
+            "imported; for JAX, keras.distribution.DataParallel does the same."
+        )
+        raise BackendError(msg)
     options.check(len(devices))
     if issubclass(type(model), Mirror):  # not isinstance: a parallel model says it is of its template's class
         msg = (
