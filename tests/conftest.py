@@ -7,6 +7,8 @@ import pytest
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # before TensorFlow is imported
 
+collect_ignore = ["keras_placement.py"]  # a program that tests start in processes of their own
+
 NAMES = ("keras", "torch")
 CPU_DEVICES = 8  # logical ones in TensorFlow; torch needs none
 
