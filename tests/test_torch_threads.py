@@ -20,6 +20,12 @@ from isobatch_torch import DataParallel, current_replica  # noqa: E402
 from torch import nn  # noqa: E402
 
 
+@pytest.fixture(autouse=True)
+def at_once(monkeypatch):
+    """Let even the smallest replicas run at once."""
+    monkeypatch.setattr("isobatch_torch.engine._BRIEF", 0.0)
+
+
 class Probe(nn.Module):
     """Keeps what a function says inside of each replica."""
 
@@ -152,6 +158,19 @@ def test_intra_op_threads_are_shared_out_and_given_back():
         assert started == [4]
     finally:
         torch.set_num_threads(before)
+
+
+def test_replicas_that_are_over_at_once_take_turns(monkeypatch):
+    monkeypatch.setattr("isobatch_torch.engine._BRIEF", 10.0)
+    running = []
+
+    def look(_):
+        running.append(1)
+        time.sleep(0.01)
+        running.pop()
+        return len(running), threading.current_thread().name
+
+    assert probe(look) == [(0, "isobatch-0"), (0, "isobatch-1"), (0, "isobatch-2")]
 
 
 # What only the caller's thread has.
@@ -491,7 +510,9 @@ def test_interrupted_wait_leaves_a_working_model():
     assert torch.equal(parallel(x), x)
 
 
-def test_several_threads_in_eval_mode():
+@pytest.mark.parametrize("trial", range(3))
+def test_several_threads_in_eval_mode(trial):
+    torch.manual_seed(trial)
     net = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2)).double().eval()
     parallel = DataParallel(net, 3)
     wrong = []
@@ -543,6 +564,18 @@ def test_parallel_reached_from_inside_of_a_replica():
         torch.testing.assert_close(parallel(x), helper.module(x))
 
 
+def waited(child):
+    """The exit code of a process that is not to hang."""
+    for _ in range(200):
+        done, status = os.waitpid(child, os.WNOHANG)
+        if done:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.05)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    return pytest.fail("the child hangs")
+
+
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
 def test_workers_start_anew_after_fork():
@@ -556,17 +589,34 @@ def test_workers_start_anew_after_fork():
         torch.set_num_threads(1)
         with torch.no_grad():
             os._exit(0 if torch.equal(parallel(x), expected) else 1)
-    for _ in range(200):
-        done, status = os.waitpid(child, os.WNOHANG)
-        if done:
-            break
-        time.sleep(0.05)
-    else:
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
-        pytest.fail("the child hangs")
-    assert os.waitstatus_to_exitcode(status) == 0
+    assert waited(child) == 0
     assert torch.equal(parallel(x), expected)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
+def test_fork_while_another_thread_is_in_a_call():
+    entered, leave = threading.Event(), threading.Event()
+
+    class Waiting(nn.Module):
+        def forward(self, x):
+            if not leave.is_set():
+                entered.set()
+                leave.wait()
+            return x
+
+    parallel = DataParallel(Waiting(), 2)
+    x = torch.ones(2)
+    thread = threading.Thread(target=parallel, args=(x,))
+    thread.start()
+    entered.wait()
+    child = os.fork()
+    if child == 0:
+        leave.set()
+        os._exit(0 if torch.equal(parallel(x), x) else 1)
+    leave.set()
+    thread.join()
+    assert waited(child) == 0
 
 
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")

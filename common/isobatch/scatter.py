@@ -60,13 +60,13 @@ def scatter(
         if plain
         else flatten((args, dict(kwargs)), lambda value: backend.shape(value) is not None)
     )
-    every = functools.partial(_paths, spec, len(args))
-    paths = every() if options.broadcast or not isinstance(options.axis, int) else [()] * len(leaves)
+    by_name = options.broadcast or not isinstance(options.axis, int)
+    paths = _paths(spec, len(args)) if by_name else [()] * len(leaves)
     parts = [_part(backend, leaf, path, options, names) for leaf, path in zip(leaves, paths, strict=True)]
-    if any(part.fault for part in parts) or len({part.rows for part in parts if part.rows is not None}) > 1:
-        raise _error(parts, every())
-    found = next((part.rows for part in parts if part.rows is not None), None)
-    batch = None if found is None else int(found)  # a traced size is a symbol
+    counts = {part.rows for part in parts if part.rows is not None}
+    if len(counts) > 1 or any(part.fault for part in parts):
+        raise _error(parts, _paths(spec, len(args)))
+    batch = int(counts.pop()) if counts else None  # a traced size is a symbol
     policy = options.policy if isinstance(options.policy, str) else tuple(options.policy)
     explicit = None if sizes is None else tuple(sizes)
     shards = []
@@ -94,7 +94,7 @@ def _paths(spec: optree.PyTreeSpec | None, count: int) -> list[Path]:
     return [(0, index) for index in range(count)] if spec is None else spec.paths()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Part:
     """One leaf of the arguments, and how it is dealt."""
 

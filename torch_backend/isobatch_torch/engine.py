@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
+from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -16,7 +18,7 @@ from isobatch.devices import Device
 from isobatch_torch.accelerators import current
 from isobatch_torch.internals import is_confined
 from isobatch_torch.placement import Placement
-from isobatch_torch.random import part_streams, positions
+from isobatch_torch.random import part_streams, positions, shared_generators
 from isobatch_torch.replicas import Copies
 from isobatch_torch.state import Place, RunningState
 from isobatch_torch.workers import Outcome, ThreadState, run_all, run_here
@@ -26,6 +28,9 @@ __all__ = ["Engine", "Schedule", "bound_call", "check_outcomes", "run_template"]
 Schedule: TypeAlias = Literal["threads", "sequential"]
 """Replicas run at once, each in the worker of its rank, or one after another in the caller's thread."""
 
+_BRIEF = (
+    2e-4  # seconds; threads that share the interpreter take turns, and turns take longer than such replicas
+)
 _MODES = 64  # combinations of method and training flags that are remembered
 
 
@@ -34,7 +39,7 @@ class Engine:
 
     The first call in each mode (training or not) is a rehearsal: replicas run one after another, which shows what they do:
     update buffers, draw random numbers, make how many autograd nodes. Those that draw from one generator go on to run one
-    after another, since threads would deal its numbers out by chance.
+    after another, since threads would deal its numbers out by chance, and so do those that are over in no time.
 
     Args:
         template: The module to run.
@@ -51,12 +56,15 @@ class Engine:
         self.devices = devices
         self.copies = Copies(template, len(devices))
         self.placement = Placement(devices)
+        self.generators = shared_generators(devices)
         self.habits: dict[Any, _Habits] = {}
         self.lock = threading.Lock()
+        _ENGINES.add(self)
 
     def replicate(self) -> list[Replica[nn.Module]]:
         """Return all replicas, up to date with the template."""
-        self.prepare(range(len(self.devices)))
+        with self.lock:
+            self.prepare(range(len(self.devices)))
         return [Replica(rank, device, self.copies.root(rank)) for rank, device in enumerate(self.devices)]
 
     def run(
@@ -80,6 +88,16 @@ class Engine:
         Raises:
             BaseException: What the lowest failing replica raised, with a note that says which one it was.
         """
+        with (
+            self.lock
+        ):  # calls from several threads: the workers are the same, and one may lend buffers to the replicas
+            outcomes = self.perform(method, shards, state, schedule)
+        return [Result(shard, outcome.value) for shard, outcome in zip(shards, outcomes, strict=True)]
+
+    def perform(
+        self, method: str, shards: Sequence[Shard], state: StatePolicy, schedule: Schedule
+    ) -> list[Outcome]:
+        """Do what `run` says, for one call at a time."""
         ranks = [shard.rank for shard in shards]
         self.prepare(ranks)
         mode = (method, state, self.copies.modes)
@@ -94,23 +112,23 @@ class Engine:
             for position, shard in enumerate(shards)
         ]
         gap = known.gap(state) if known else None
-        before = None if confined or (known and gap is None) else positions(self.devices)
+        before = None if confined or (known and gap is None) else positions(self.generators)
         outcomes = self.call(calls, kept, here=confined or schedule == "sequential", gap=gap)
         check_outcomes(outcomes, shards)
         updated = kept.updated() | (known.live if known else frozenset())
         live = updated | kept.overwritten()
         kept.store([len(shard.rows or (None,)) for shard in shards], updated)
         if not confined:
-            drew = before is not None and before != positions(self.devices)
+            drew = before is not None and before != positions(self.generators)
             self.learn(mode, known, live, drew=drew, outcomes=outcomes)
-        return [Result(shard, outcome.value) for shard, outcome in zip(shards, outcomes, strict=True)]
+        return outcomes
 
     def prepare(self, ranks: Sequence[int]) -> None:
         """Bring replicas up to date with the template."""
-        with self.lock:
-            if self.copies.refresh():
-                self.placement.check(self.copies)
-            self.placement.move(self.copies, ranks)
+        if self.copies.refresh():
+            self.placement.check(self.copies)
+        self.placement.move(self.copies, ranks)
+        if self.placement.away:
             part_streams(self.devices)
 
     def call(
@@ -141,13 +159,15 @@ class Engine:
     ) -> None:
         """Remember what a call has shown about a mode."""
         nodes = max(outcome.nodes for outcome in outcomes)
+        seconds = max(outcome.seconds for outcome in outcomes)
         if torch.is_grad_enabled():
             nodes = max(nodes, 1)
         if known is None:
             if len(self.habits) >= _MODES:
                 self.habits.clear()
-            self.habits[mode] = _Habits(live, drew, nodes)
+            self.habits[mode] = _Habits(live, drew, nodes, seconds)
             return
+        known.seconds = min(known.seconds, seconds)
         surprises = ["drew random numbers"] if drew and not known.draws else []
         surprises += [f"updated {'.'.join(filter(None, place))}" for place in sorted(live - known.live)]
         known.live, known.draws, known.nodes = live, known.draws or drew, max(known.nodes, nodes)
@@ -159,6 +179,17 @@ class Engine:
             warnings.warn(msg, RuntimeWarning, stacklevel=2)
 
 
+def _unlock() -> None:
+    """In a forked child: forget calls that other threads of the parent were making."""
+    for engine in _ENGINES:
+        engine.lock = threading.Lock()
+
+
+_ENGINES: WeakSet[Engine] = WeakSet()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_unlock)
+
+
 @dataclass(slots=True)
 class _Habits:
     """What replicas do in one mode."""
@@ -166,14 +197,13 @@ class _Habits:
     live: frozenset[Place]
     draws: bool
     nodes: int  # most autograd nodes that one replica made; 0 where none recorded yet
+    seconds: float  # shortest that the longest replica took
 
     def gap(self, state: StatePolicy) -> int | None:
         """Return how far apart the workers' counters of autograd nodes have to be; `None` if replicas cannot run at once."""
-        if (
-            self.draws
-            or (state == "sequential" and self.live)
-            or (torch.is_grad_enabled() and not self.nodes)
-        ):
+        if self.draws or self.seconds < _BRIEF or (torch.is_grad_enabled() and not self.nodes):
+            return None
+        if state == "sequential" and self.live:
             return None
         return 4 * self.nodes + 100
 

@@ -11,23 +11,34 @@ import torch
 from isobatch.devices import Device
 from isobatch_torch.accelerators import KIND, memory
 
-__all__ = ["part_streams", "positions"]
+__all__ = ["part_streams", "positions", "shared_generators"]
 
 
-def positions(devices: Sequence[Device]) -> tuple[bytes, ...]:
-    """Return where the generators stand that several replicas draw from: the CPU's, and that of a card named twice.
+def shared_generators(devices: Sequence[Device]) -> list[torch.Generator]:
+    """Return the generators that several replicas draw from: the CPU's, and that of a card named twice.
 
     Args:
         devices: One for each replica.
 
-    >>> before = positions([Device("cpu")])
-    >>> _ = torch.rand(1)
-    >>> positions([Device("cpu")]) == before
-    False
+    >>> shared_generators([Device("cpu")]) == [torch.default_generator]
+    True
     """
     shared = [place for place, count in Counter(_cards(devices)).items() if count > 1]
-    generators = [torch.default_generator, *map(_generator, shared)]
-    return tuple(generator.get_state().numpy().tobytes() for generator in generators)
+    return [torch.default_generator, *map(_generator, shared)]
+
+
+def positions(generators: Sequence[torch.Generator]) -> list[bytes]:
+    """Return where generators stand.
+
+    Args:
+        generators: From `shared_generators`.
+
+    >>> before = positions([torch.default_generator])
+    >>> _ = torch.rand(1)
+    >>> positions([torch.default_generator]) == before
+    False
+    """
+    return [generator.get_state().numpy().tobytes() for generator in generators]
 
 
 def part_streams(devices: Sequence[Device]) -> None:

@@ -10,11 +10,12 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from collections.abc import Callable, Generator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from contextvars import Context, copy_context
 from dataclasses import dataclass
 from queue import SimpleQueue
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -27,21 +28,22 @@ __all__ = ["Outcome", "ThreadState", "run_all", "run_here"]
 
 @dataclass(slots=True)
 class Outcome:
-    """What came of one call: a value or an error, and how many autograd nodes it made."""
+    """What came of one call: a value or an error; how many autograd nodes it made and how long it took."""
 
     value: Any = None
     error: BaseException | None = None
     nodes: int = 0
+    seconds: float = 0.0
 
     def run(self, call: Callable[[], Any]) -> None:
         """Make the call and note what came of it."""
-        start = node_count()
+        start, begin = node_count(), perf_counter()
         try:
             self.value = call()
         except BaseException as error:  # noqa: BLE001 - SystemExit and KeyboardInterrupt are the caller's to handle
             # Without this frame: it would close a cycle from the error to this outcome.
             self.error = error.with_traceback(error.__traceback__ and error.__traceback__.tb_next)
-        self.nodes = node_count() - start
+        self.nodes, self.seconds = node_count() - start, perf_counter() - begin
 
 
 def run_here(calls: Sequence[Callable[[], Any]]) -> list[Outcome]:
@@ -154,21 +156,25 @@ class ThreadState:
         device = torch.get_default_device() if function_modes() else None
         return cls(grad, torch.is_inference_mode_enabled(), autocast, cache, device, threads)
 
-    @contextmanager
-    def applied(self) -> Generator[None]:
-        """Give the calling thread this state."""
+    def apply(self) -> None:
+        """Give the calling thread this state, but for what only a context can give."""
         set_grad_mode(self.grad)
         for kind, on, dtype in self.autocast:
             torch.set_autocast_enabled(kind, on)
             torch.set_autocast_dtype(kind, dtype)
         torch.set_autocast_cache_enabled(self.autocast_cache)
-        with ExitStack() as stack:
-            if self.inference:
-                stack.enter_context(torch.inference_mode())
-            if self.default_device is not None:
-                stack.enter_context(self.default_device)
+
+    def context(self) -> AbstractContextManager[Any]:
+        """Return a context that gives the rest of it."""
+        if not self.inference and self.default_device is None:
+            return _NOTHING
+        stack = ExitStack()
+        if self.inference:
+            stack.enter_context(torch.inference_mode())
             set_grad_mode(self.grad)
-            yield
+        if self.default_device is not None:
+            stack.enter_context(self.default_device)
+        return stack
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +188,8 @@ class _Job:
 
     def run(self) -> None:
         try:
-            with self.state.applied():
+            self.state.apply()
+            with self.state.context():
                 _advance(self.floor)
                 self.context.run(self.outcome.run, self.call)
         except BaseException as error:  # noqa: BLE001 - whatever it is, the caller must not wait for ever
@@ -246,5 +253,6 @@ def _advance(floor: int) -> None:
         make_nodes(min(missing, 1000))
 
 
+_NOTHING: AbstractContextManager[Any] = nullcontext()
 _AUTOCAST_KINDS = ("cpu",) if KIND is None else ("cpu", KIND)
 _POOL = _Pool()
