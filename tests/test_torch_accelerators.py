@@ -7,11 +7,12 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from torch import nn  # noqa: E402
+
 from isobatch import Device, Options  # noqa: E402
 from isobatch_torch import DataParallel, gather, scatter  # noqa: E402
 from isobatch_torch.accelerators import current, torch_text, visible  # noqa: E402
 from isobatch_torch.engine import Engine  # noqa: E402
-from torch import nn  # noqa: E402
 
 CARDS = [device for device in visible() if device.kind != "cpu"]
 needs_card = pytest.mark.skipif(not CARDS, reason="needs an accelerator; torch sees none here")

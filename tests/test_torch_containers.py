@@ -9,8 +9,6 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from isobatch import Broadcast, LeafTypeError, Options, Rows, StructureError  # noqa: E402
-from isobatch_torch import DataParallel, gather, scatter  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.nn.utils.rnn import (  # noqa: E402
     PackedSequence,
@@ -18,6 +16,9 @@ from torch.nn.utils.rnn import (  # noqa: E402
     pack_sequence,
     pad_packed_sequence,
 )
+
+from isobatch import Broadcast, LeafTypeError, Options, Rows, StructureError  # noqa: E402
+from isobatch_torch import DataParallel, gather, scatter  # noqa: E402
 
 CLOSE = {"rtol": 1e-12, "atol": 1e-12}
 

@@ -10,8 +10,12 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from torch import nn  # noqa: E402
+from torch.autograd import gradcheck, gradgradcheck  # noqa: E402
+from torch.nn import functional as F  # noqa: E402, N812
+
 from isobatch import Options  # noqa: E402
-from isobatch_torch import (
+from isobatch_torch import (  # noqa: E402
     DataParallel,
     data_parallel,
     gather,
@@ -19,10 +23,7 @@ from isobatch_torch import (
     replicate,
     scatter,
     scatter_kwargs,
-)  # noqa: E402
-from torch import nn  # noqa: E402
-from torch.autograd import gradcheck, gradgradcheck  # noqa: E402
-from torch.nn import functional as F  # noqa: E402, N812
+)
 
 TWO = [["cpu:0", "cpu:1"], ["cpu:1", "cpu:0"]]
 
@@ -464,7 +465,7 @@ def test_a_flag_and_a_batch_smaller_than_the_devices():
         def forward(self, x, flag, *, label):
             return {"x": x, "flag": flag, "label": label, "none": None, "number": 3}
 
-    out = DataParallel(Net(), 4)(torch.ones(2), True, label="name")
+    out = DataParallel(Net(), 4)(torch.ones(2), flag=True, label="name")
     assert out["flag"] is True
     assert (out["label"], out["none"], out["number"]) == ("name", None, 3)
     assert torch.equal(out["x"], torch.ones(2))
@@ -504,7 +505,7 @@ def test_tied_shared_frozen_and_parametrized_weights():
             self.tied = nn.Linear(4, 4)
             self.tied.weight = self.first.weight
             self.again = self.first
-            self.frozen = nn.Linear(4, 4).requires_grad_(False)
+            self.frozen = nn.Linear(4, 4).requires_grad_(requires_grad=False)
             self.normed = nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))
             self.orthogonal = nn.utils.parametrizations.orthogonal(nn.Linear(4, 4))
 

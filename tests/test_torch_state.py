@@ -6,9 +6,10 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from torch import nn  # noqa: E402
+
 from isobatch import Options, split_sizes  # noqa: E402
 from isobatch_torch import DataParallel  # noqa: E402
-from torch import nn  # noqa: E402
 
 CLOSE = {"rtol": 1e-12, "atol": 1e-12}
 SHAPES = {1: (4,), 2: (4, 5, 5), 3: (4, 3, 3, 3)}

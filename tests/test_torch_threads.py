@@ -14,10 +14,11 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from torch import nn  # noqa: E402
+
 import isobatch  # noqa: E402
 from isobatch import Options  # noqa: E402
 from isobatch_torch import DataParallel, current_replica  # noqa: E402
-from torch import nn  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
@@ -137,7 +138,7 @@ def test_what_a_replica_leaves_switched_does_not_reach_the_next_call():
     def look(_):
         found = torch.is_grad_enabled(), torch.is_autocast_enabled("cpu")
         torch.set_grad_enabled(False)
-        torch.set_autocast_enabled("cpu", True)
+        torch.set_autocast_enabled("cpu", True)  # noqa: FBT003 - torch takes it so
         return found
 
     assert probe(look) == [(True, False)] * 3
@@ -547,7 +548,7 @@ def test_parallel_inside_of_parallel():
         "weight",
         "bias",
     ]
-    with pytest.raises(ValueError, match="not parallel yet, got DataParallel; pass its .module"):
+    with pytest.raises(ValueError, match=r"not parallel yet, got DataParallel; pass its \.module"):
         DataParallel(parallel)
 
 

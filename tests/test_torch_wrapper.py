@@ -12,11 +12,12 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from torch import nn  # noqa: E402
+
 import isobatch  # noqa: E402
 import isobatch_torch  # noqa: E402
 from isobatch import Options  # noqa: E402
 from isobatch_torch import DataParallel  # noqa: E402
-from torch import nn  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
@@ -223,10 +224,10 @@ def test_pickle_deepcopy_and_save(net, x):
     torch.save(parallel, file)
     file.seek(0)
     found = [
-        pickle.loads(pickle.dumps(parallel)),
+        pickle.loads(pickle.dumps(parallel)),  # noqa: S301 - written a moment ago
         copy.deepcopy(parallel),
         torch.load(file, weights_only=False),
-    ]  # noqa: S301
+    ]
     for other in found:
         assert type(other) is DataParallel
         assert (other.devices, other.options, other.schedule) == (
