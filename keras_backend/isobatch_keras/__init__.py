@@ -3,7 +3,8 @@
 from isobatch_keras.backend import BACKEND
 from isobatch_keras.devices import stand_in, virtual_devices
 from isobatch_keras.multi_gpu import multi_gpu_model
+from isobatch_keras.spec import register_layer, to_spec
 
-__all__ = ["BACKEND", "multi_gpu_model", "virtual_devices"]
+__all__ = ["BACKEND", "multi_gpu_model", "register_layer", "to_spec", "virtual_devices"]
 
 stand_in()
