@@ -4,7 +4,7 @@ import keras
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
+import torch.nn.functional as F  # noqa: N812 - its usual name
 from torch import nn
 from twin_cases import batch_for, image, masked, scramble, sequence
 

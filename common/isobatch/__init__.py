@@ -18,7 +18,7 @@ from isobatch.parallel import data_parallel, load, virtual_devices
 from isobatch.registry import available_backends, get_backend
 from isobatch.rows import split_sizes
 from isobatch.trees import Broadcast, Rows
-from isobatch.twins import twin
+from isobatch.twins import copy_weights, twin
 
 __version__ = "0.1.0.dev0"
 
@@ -42,6 +42,7 @@ __all__ = [
     "SpecError",
     "StructureError",
     "available_backends",
+    "copy_weights",
     "current_replica",
     "data_parallel",
     "get_backend",

@@ -134,6 +134,40 @@ class Spec:
         _bind(signature, batch, found)
         return found
 
+    def names(self) -> list[str]:
+        """Return the names of inputs and nodes, in order."""
+        return [*(one.name for one in self.inputs), *(node.name for node in self.nodes)]
+
+    def same_network(self, other: Spec) -> bool:
+        """Return whether another spec has the same operations on the same things, whatever their names.
+
+        Args:
+            other: Any spec; weights are not looked at.
+
+        >>> spec = Spec("one", (Input("x", (3,), "float32"),), (Node("y", "relu", ("x",)),), "y")
+        >>> spec.same_network(Spec("two", (Input("a", (3,), "float32"),), (Node("b", "relu", ("a",)),), "b"))
+        True
+        """
+        if len(self.names()) != len(other.names()):
+            return False
+        renamed = dict(zip(other.names(), self.names(), strict=True))
+
+        def ours(reference: Any) -> Any:
+            name, colon, output = str(reference).partition(":")
+            return f"{renamed.get(name, name)}{colon}{output}" if isinstance(reference, str) else reference
+
+        return all(
+            (a.operation, a.inputs, dict(a.keywords), dict(a.attributes), a.outputs)
+            == (
+                b.operation,
+                tuple(ours(one) for one in b.inputs),
+                {key: ours(one) for key, one in b.keywords.items()},
+                dict(b.attributes),
+                b.outputs,
+            )
+            for a, b in zip(self.nodes, other.nodes, strict=True)
+        ) and list(references(self.outputs)) == [ours(one) for one in references(other.outputs)]
+
     def check(self) -> Spec:
         """Return this spec if it is sound.
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from isobatch.errors import ModelError
+from isobatch.errors import ModelError, SpecError
 from isobatch.registry import backend_of, get_backend
 
-__all__ = ["twin"]
+__all__ = ["copy_weights", "twin"]
 
 
 def twin(model: Any, *, layout: str = "channels_last") -> Any:
@@ -32,9 +32,60 @@ def twin(model: Any, *, layout: str = "channels_last") -> Any:
     >>> twin(model).out
     Linear(in_features=3, out_features=2, bias=True)
     """
-    get_backend("torch")  # before TensorFlow starts
     if backend_of(model).name != "keras":
         msg = f"Expected a keras.Model, got {type(model).__qualname__}."
         raise ModelError(msg)
-    spec = importlib.import_module("isobatch_keras.spec").to_spec(model)
-    return importlib.import_module("isobatch_torch.spec").from_spec(spec, layout=layout)
+    return _side("torch").from_spec(_side("keras").to_spec(model), layout=layout)
+
+
+def copy_weights(source: Any, target: Any) -> dict[str, str]:
+    """Give a model the weights of the same network in the other framework, or in the same one.
+
+    Layers are paired by what they hold and how they are connected, never by name or order.
+
+    Args:
+        source: A Keras model; or a torch module, a twin or one written by hand.
+        target: Likewise; at least one of both is a Keras model or a twin.
+
+    Returns:
+        Paths of the source's layers, with the paths of the target's that got their weights.
+
+    Raises:
+        ModelError: Neither side is a Keras model or a twin.
+        SpecError: Layers could not be paired, in which case nothing is changed; the message lists them.
+
+    >>> import keras, torch
+    >>> model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(4, name="a"), keras.layers.Dense(2, name="b")])
+    >>> module = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2))
+    >>> copy_weights(model, module)
+    {'a': '0', 'b': '1'}
+    """
+    torch_side = _side("torch")
+    ours, theirs = _as_twin(source), _as_twin(target)
+    if ours is None and theirs is None:
+        msg = "Expected a Keras model or a twin on one side at least, got two modules without a graph of their own."
+        raise ModelError(msg)
+    twin_first = ours is not None
+    net, other = (ours, theirs if theirs is not None else target) if twin_first else (theirs, source)
+    pairs, left, right = torch_side.pair_layers(net, other)
+    if left or right:
+        sides = (left, right) if twin_first else (right, left)
+        msg = f"Expected each layer to have one partner; without one: {sides[0]} of the source, {sides[1]} of the target."
+        raise SpecError(msg)
+    both = ours is not None and theirs is not None
+    torch_side.copy_state(net, other, pairs, to_twin=not twin_first, flat=both)
+    if theirs is not None and theirs is not target:
+        _side("keras").load_tensors(target, torch_side.to_tensors(theirs))
+    return pairs if twin_first else {theirs_: ours_ for ours_, theirs_ in pairs.items()}
+
+
+def _as_twin(model: Any) -> Any:
+    """The model itself if it is a twin, a new twin of a Keras model, and `None` for another module."""
+    if backend_of(model).name == "keras":
+        return twin(model)
+    return model if _side("torch").spec_of(model) is not None else None
+
+
+def _side(name: str) -> Any:
+    get_backend(name)
+    return importlib.import_module(f"isobatch_{name}.spec")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from isobatch.compare import Comparison, compare
@@ -240,11 +240,12 @@ def _sides() -> tuple[Any, Any]:
 
 def _layer_checks(torch_side: Any, module: Any, record: Any) -> tuple[LayerCheck, ...]:
     spec: Spec = torch_side.spec_of(module)
-    if [replace(node, weights={}) for node in spec.nodes] != [
-        replace(node, weights={}) for node in record.spec.nodes
-    ]:
+    if not spec.same_network(record.spec):
         msg = "Expected a twin of this Keras model, got one of another network."
         raise SpecError(msg)
+    names = dict(zip(record.spec.names(), spec.names(), strict=True))
+    values, trained_values = _renamed(record.values, names), _renamed(record.trained, names)
+    coarse = _renamed(dict.fromkeys(record.coarse), names)
     operations: dict[str, list[str]] = {}
     for node in spec.nodes:
         operations.setdefault(node.layer or node.name, []).append(node.operation)
@@ -255,19 +256,28 @@ def _layer_checks(torch_side: Any, module: Any, record: Any) -> tuple[LayerCheck
         trained = reference.removesuffix(torch_side.TRAINED)
         name = trained.partition(":")[0]
         parts = tuple(dict.fromkeys(operations[layers[name]]))
-        allowed = FLOAT32 if reference in record.coarse else max(find_operation(part).floor for part in parts)
+        allowed = FLOAT32 if reference in coarse else max(find_operation(part).floor for part in parts)
         if isinstance(found, Exception):
             check = _failed(name, f"{type(found).__name__}: {found}", allowed)
-        elif reference in record.values:
-            check = compare(found, record.values[reference], allowed)
-        elif trained in record.trained:
-            check = compare(found, record.trained[trained], allowed)
+        elif reference in values:
+            check = compare(found, values[reference], allowed)
+        elif trained in trained_values:
+            check = compare(found, trained_values[trained], allowed)
         else:
             return
         checks.append(LayerCheck(layers[name], parts, check, trained != reference))
 
-    torch_side.evaluate_layers(module, spec, record.values, report)
+    torch_side.evaluate_layers(module, spec, values, report)
     return tuple(checks)
+
+
+def _renamed(by_reference: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
+    parts = {reference: reference.partition(":") for reference in by_reference}
+    return {
+        f"{names[name]}{colon}{output}": by_reference[one]
+        for one, (name, colon, output) in parts.items()
+        if name in names
+    }
 
 
 def _failed(path: str, detail: str, allowed: float) -> Comparison:

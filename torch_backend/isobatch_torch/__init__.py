@@ -11,14 +11,17 @@ from isobatch_torch.functional import (
     scatter_kwargs,
 )
 from isobatch_torch.loading import load
+from isobatch_torch.spec import from_spec, register_layer
 
 __all__ = [
     "DataParallel",
     "current_replica",
     "data_parallel",
+    "from_spec",
     "gather",
     "load",
     "parallel_apply",
+    "register_layer",
     "replicate",
     "scatter",
     "scatter_kwargs",

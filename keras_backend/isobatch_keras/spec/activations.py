@@ -17,37 +17,42 @@ L = keras.layers
 
 Attributes = dict[str, Any]
 
-FUNCTIONS: dict[Callable[..., Any], tuple[str, Attributes]] = {
-    A.linear: ("identity", {}),
-    A.relu: ("relu", {}),
-    A.relu6: ("relu6", {}),
-    A.leaky_relu: ("leaky_relu", {"slope": 0.2}),
-    A.elu: ("elu", {"alpha": 1.0}),
-    A.selu: ("selu", {}),
-    A.celu: ("celu", {"alpha": 1.0}),
-    A.gelu: ("gelu", {"approximate": False}),
-    A.silu: ("silu", {}),
-    A.mish: ("mish", {}),
-    A.sigmoid: ("sigmoid", {}),
-    A.log_sigmoid: ("log_sigmoid", {}),
-    A.sparse_sigmoid: ("sparse_sigmoid", {}),
-    A.hard_sigmoid: ("hard_sigmoid", {}),
-    A.hard_silu: ("hard_silu", {}),
-    A.hard_tanh: ("hard_tanh", {}),
-    A.tanh: ("tanh", {}),
-    A.tanh_shrink: ("tanh_shrink", {}),
-    A.soft_shrink: ("soft_shrink", {"threshold": 0.5}),
-    A.hard_shrink: ("hard_shrink", {"threshold": 0.5}),
-    A.softplus: ("softplus", {}),
-    A.squareplus: ("squareplus", {"b": 4}),
-    A.softsign: ("softsign", {}),
-    A.sparse_plus: ("sparse_plus", {}),
-    A.softmax: ("softmax", {"axes": [-1]}),
-    A.log_softmax: ("log_softmax", {"axis": -1}),
-    A.sparsemax: ("sparsemax", {"axis": -1}),
-    A.glu: ("glu", {"axis": -1}),
-    A.exponential: ("exp", {}),
+_FUNCTIONS: dict[str, tuple[str, Attributes]] = {
+    "linear": ("identity", {}),
+    "relu": ("relu", {}),
+    "relu6": ("relu6", {}),
+    "leaky_relu": ("leaky_relu", {"slope": 0.2}),
+    "elu": ("elu", {"alpha": 1.0}),
+    "selu": ("selu", {}),
+    "celu": ("celu", {"alpha": 1.0}),
+    "gelu": ("gelu", {"approximate": False}),
+    "silu": ("silu", {}),
+    "mish": ("mish", {}),
+    "sigmoid": ("sigmoid", {}),
+    "log_sigmoid": ("log_sigmoid", {}),
+    "sparse_sigmoid": ("sparse_sigmoid", {}),
+    "hard_sigmoid": ("hard_sigmoid", {}),
+    "hard_silu": ("hard_silu", {}),
+    "hard_tanh": ("hard_tanh", {}),
+    "tanh": ("tanh", {}),
+    "tanh_shrink": ("tanh_shrink", {}),
+    "soft_shrink": ("soft_shrink", {"threshold": 0.5}),
+    "hard_shrink": ("hard_shrink", {"threshold": 0.5}),
+    "softplus": ("softplus", {}),
+    "squareplus": ("squareplus", {"b": 4}),
+    "softsign": ("softsign", {}),
+    "sparse_plus": ("sparse_plus", {}),
+    "softmax": ("softmax", {"axes": [-1]}),
+    "log_softmax": ("log_softmax", {"axis": -1}),
+    "sparsemax": ("sparsemax", {"axis": -1}),
+    "glu": ("glu", {"axis": -1}),
+    "exponential": ("exp", {}),
 }
+
+FUNCTIONS: dict[Callable[..., Any], tuple[str, Attributes]] = {
+    getattr(A, name): word for name, word in _FUNCTIONS.items() if hasattr(A, name)
+}
+"""Of the activation functions that this version of Keras has."""
 
 
 def activation(function: Any) -> tuple[str, Attributes]:
@@ -127,22 +132,22 @@ def _spatial_dropout(axes: tuple[int, ...]) -> Rule:
     return rule
 
 
-RULES: dict[type, Rule] = {
-    L.Activation: _activation,
-    L.ReLU: _relu,
-    L.LeakyReLU: lambda at, layer, x: at.add("leaky_relu", x, slope=float(layer.negative_slope)),
-    L.PReLU: lambda at, layer, x: at.add("prelu", x, weights={"alpha": layer.alpha}),
-    L.ELU: lambda at, layer, x: at.add("elu", x, alpha=float(layer.alpha)),
-    L.Softmax: _softmax,
-    L.Dropout: lambda at, layer, x: at.add("dropout", x, rate=layer.rate, noise_shape=layer.noise_shape),
-    L.SpatialDropout1D: _spatial_dropout((1,)),
-    L.SpatialDropout2D: _spatial_dropout((1, 1)),
-    L.SpatialDropout3D: _spatial_dropout((1, 1, 1)),
-    L.AlphaDropout: lambda at, layer, x: at.add(
+RULES: dict[str, Rule] = {
+    "Activation": _activation,
+    "ReLU": _relu,
+    "LeakyReLU": lambda at, layer, x: at.add("leaky_relu", x, slope=float(layer.negative_slope)),
+    "PReLU": lambda at, layer, x: at.add("prelu", x, weights={"alpha": layer.alpha}),
+    "ELU": lambda at, layer, x: at.add("elu", x, alpha=float(layer.alpha)),
+    "Softmax": _softmax,
+    "Dropout": lambda at, layer, x: at.add("dropout", x, rate=layer.rate, noise_shape=layer.noise_shape),
+    "SpatialDropout1D": _spatial_dropout((1,)),
+    "SpatialDropout2D": _spatial_dropout((1, 1)),
+    "SpatialDropout3D": _spatial_dropout((1, 1, 1)),
+    "AlphaDropout": lambda at, layer, x: at.add(
         "alpha_dropout", x, rate=layer.rate, noise_shape=layer.noise_shape
     ),
-    L.GaussianNoise: lambda at, layer, x: at.add("gaussian_noise", x, stddev=layer.stddev),
-    L.GaussianDropout: lambda at, layer, x: at.add("gaussian_dropout", x, rate=layer.rate),
-    L.ActivityRegularization: lambda at, _layer, x: at.add("identity", x),
-    L.Identity: lambda at, _layer, x, **_: at.add("identity", x),
+    "GaussianNoise": lambda at, layer, x: at.add("gaussian_noise", x, stddev=layer.stddev),
+    "GaussianDropout": lambda at, layer, x: at.add("gaussian_dropout", x, rate=layer.rate),
+    "ActivityRegularization": lambda at, _layer, x: at.add("identity", x),
+    "Identity": lambda at, _layer, x, **_: at.add("identity", x),
 }

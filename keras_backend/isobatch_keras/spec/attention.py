@@ -28,7 +28,7 @@ def _multi_head(
     return_attention_scores: bool = False,
     use_causal_mask: bool = False,
 ) -> Any:
-    grouped = isinstance(layer, L.GroupQueryAttention)
+    grouped = hasattr(layer, "num_key_value_heads")
     _refuse(at, layer, query)
     parts = {
         "query": layer._query_dense,  # noqa: SLF001 - only some versions export them
@@ -100,7 +100,7 @@ def _dot(
     return at.add("dot_attention", *inputs, weights={"scale": layer.scale}, **settings)
 
 
-RULES: dict[type, Rule] = {
-    **dict.fromkeys((L.MultiHeadAttention, L.GroupQueryAttention), _multi_head),
-    **dict.fromkeys((L.Attention, L.AdditiveAttention), _dot),
+RULES: dict[str, Rule] = {
+    **dict.fromkeys(("MultiHeadAttention", "GroupQueryAttention"), _multi_head),
+    **dict.fromkeys(("Attention", "AdditiveAttention"), _dot),
 }

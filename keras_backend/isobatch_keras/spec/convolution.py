@@ -155,30 +155,26 @@ def _sides(widths: Any) -> list[Any]:
     return [widths] if isinstance(widths[0], int) else list(widths)
 
 
-RULES: dict[type, Rule] = {
-    **dict.fromkeys((L.Conv1D, L.Conv2D, L.Conv3D), _conv),
-    **dict.fromkeys((L.DepthwiseConv1D, L.DepthwiseConv2D), _depthwise),
-    **dict.fromkeys((L.SeparableConv1D, L.SeparableConv2D), _separable),
-    **dict.fromkeys((L.Conv1DTranspose, L.Conv2DTranspose, L.Conv3DTranspose), _transpose),
-    **dict.fromkeys((L.MaxPooling1D, L.MaxPooling2D, L.MaxPooling3D), _pool("max_pool")),
-    **dict.fromkeys((L.AveragePooling1D, L.AveragePooling2D, L.AveragePooling3D), _pool("avg_pool")),
+RULES: dict[str, Rule] = {
+    **dict.fromkeys(("Conv1D", "Conv2D", "Conv3D"), _conv),
+    **dict.fromkeys(("DepthwiseConv1D", "DepthwiseConv2D"), _depthwise),
+    **dict.fromkeys(("SeparableConv1D", "SeparableConv2D"), _separable),
+    **dict.fromkeys(("Conv1DTranspose", "Conv2DTranspose", "Conv3DTranspose"), _transpose),
+    **dict.fromkeys(("MaxPooling1D", "MaxPooling2D", "MaxPooling3D"), _pool("max_pool")),
+    **dict.fromkeys(("AveragePooling1D", "AveragePooling2D", "AveragePooling3D"), _pool("avg_pool")),
     **dict.fromkeys(
-        (L.GlobalMaxPooling1D, L.GlobalMaxPooling2D, L.GlobalMaxPooling3D),
+        ("GlobalMaxPooling1D", "GlobalMaxPooling2D", "GlobalMaxPooling3D"),
         _global("global_max_pool"),
     ),
     **dict.fromkeys(
-        (L.GlobalAveragePooling1D, L.GlobalAveragePooling2D, L.GlobalAveragePooling3D),
+        ("GlobalAveragePooling1D", "GlobalAveragePooling2D", "GlobalAveragePooling3D"),
         _global("global_avg_pool"),
     ),
-    **{
-        getattr(L, f"Adaptive{kind}Pooling{dims}D"): _adaptive(operation)
-        for kind, operation in (("Max", "adaptive_max_pool"), ("Average", "adaptive_avg_pool"))
-        for dims in (1, 2, 3)
-        if hasattr(L, f"Adaptive{kind}Pooling{dims}D")  # new in Keras 3.13
-    },
-    **dict.fromkeys((L.UpSampling2D, L.UpSampling3D), _upsample),
-    L.UpSampling1D: lambda at, layer, x: at.add("repeat", x, repeats=int(layer.size), axis=1),
-    **dict.fromkeys((L.ZeroPadding1D, L.ZeroPadding2D, L.ZeroPadding3D), _pad),
-    **dict.fromkeys((L.Cropping2D, L.Cropping3D), _crop),
-    L.Cropping1D: lambda at, layer, x: at.add("crop", x, widths=_sides(layer.cropping)),
+    **{f"AdaptiveMaxPooling{dims}D": _adaptive("adaptive_max_pool") for dims in (1, 2, 3)},
+    **{f"AdaptiveAveragePooling{dims}D": _adaptive("adaptive_avg_pool") for dims in (1, 2, 3)},
+    **dict.fromkeys(("UpSampling2D", "UpSampling3D"), _upsample),
+    "UpSampling1D": lambda at, layer, x: at.add("repeat", x, repeats=int(layer.size), axis=1),
+    **dict.fromkeys(("ZeroPadding1D", "ZeroPadding2D", "ZeroPadding3D"), _pad),
+    **dict.fromkeys(("Cropping2D", "Cropping3D"), _crop),
+    "Cropping1D": lambda at, layer, x: at.add("crop", x, widths=_sides(layer.cropping)),
 }

@@ -73,16 +73,16 @@ def _custom_scale(at: Emitter, layer: Any, inputs: list[Ref]) -> Ref:
     return at.add("add", inputs[0], scaled)
 
 
-RULES: dict[type, Rule] = {
-    L.Dense: _dense,
-    L.EinsumDense: _einsum_dense,
-    L.Embedding: lambda at, layer, x: at.add("embedding", x, weights={"embeddings": layer.embeddings}),
-    L.Masking: lambda at, layer, x: at.add("masking", x, value=float(layer.mask_value)),
-    L.Normalization: _normalization,
-    L.Rescaling: lambda at, layer, x: at.add("rescale", x, scale=layer.scale, offset=layer.offset),
-    L.Resizing: _resizing,
-    L.CategoryEncoding: _category,
-    L.Discretization: _discretization,
+RULES: dict[str, Rule] = {
+    "Dense": _dense,
+    "EinsumDense": _einsum_dense,
+    "Embedding": lambda at, layer, x: at.add("embedding", x, weights={"embeddings": layer.embeddings}),
+    "Masking": lambda at, layer, x: at.add("masking", x, value=float(layer.mask_value)),
+    "Normalization": _normalization,
+    "Rescaling": lambda at, layer, x: at.add("rescale", x, scale=layer.scale, offset=layer.offset),
+    "Resizing": _resizing,
+    "CategoryEncoding": _category,
+    "Discretization": _discretization,
 }
 
 APPLICATIONS: dict[str, Rule] = {

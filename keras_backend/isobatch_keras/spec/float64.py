@@ -10,7 +10,7 @@ import contextlib
 import re
 import warnings
 from collections.abc import Callable, Generator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import keras
@@ -30,7 +30,7 @@ _NO_KERNEL = re.compile(
 """In TensorFlow's message, for instance about three-dimensional pooling on the CPU."""
 
 
-class Refusal(IsobatchError, ValueError):
+class Refusal(IsobatchError, ValueError):  # noqa: N818 - it is an answer, not a mistake
     """A layer cannot be run in float64; the message names it."""
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import keras
@@ -109,7 +110,7 @@ def _split(at: Emitter, op: Any, x: Ref) -> Any:
         parts = [length // cuts] * cuts
     else:
         ends = [0, *cuts, length]
-        parts = [b - a for a, b in zip(ends, ends[1:], strict=False)]
+        parts = [b - a for a, b in pairwise(ends)]
     return at.add("split", x, outputs=len(parts), parts=parts, axis=op.axis)
 
 

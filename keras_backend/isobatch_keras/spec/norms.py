@@ -60,10 +60,10 @@ def _axes(axes: Any, x: Ref) -> list[int]:
     )
 
 
-RULES: dict[type, Rule] = {
-    L.BatchNormalization: _batch,
-    L.LayerNormalization: _layer,
-    L.GroupNormalization: _group,
-    L.RMSNormalization: _rms,
-    L.UnitNormalization: lambda at, layer, x: at.add("unit_norm", x, axes=_axes(layer.axis, x)),
+RULES: dict[str, Rule] = {
+    "BatchNormalization": _batch,
+    "LayerNormalization": _layer,
+    "GroupNormalization": _group,
+    "RMSNormalization": _rms,
+    "UnitNormalization": lambda at, layer, x: at.add("unit_norm", x, axes=_axes(layer.axis, x)),
 }

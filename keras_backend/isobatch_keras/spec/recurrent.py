@@ -57,7 +57,7 @@ def _stacked(at: Emitter, layer: Any, x: Ref, states: Sequence[Ref], mask: Ref |
     return [x, *found] if layer.return_state else x
 
 
-def _cell(
+def _cell(  # noqa: PLR0917 - one node
     at: Emitter, cell: Any, inputs: Sequence[Ref], mask: Ref | None, part: str, settings: dict[str, Any]
 ) -> Ref | list[Ref]:
     operation = _CELLS.get(type(cell))
@@ -166,9 +166,9 @@ def _time_distributed(at: Emitter, layer: Any, x: Ref, mask: Ref | None = None) 
     return at.add("time_unfold", y, x, part=".unfold")
 
 
-RULES: dict[type, Rule] = {
-    **dict.fromkeys((L.RNN, L.LSTM, L.GRU, L.SimpleRNN), _rnn),
-    **dict.fromkeys((L.ConvLSTM1D, L.ConvLSTM2D, L.ConvLSTM3D), _conv_lstm),
-    L.Bidirectional: _bidirectional,
-    L.TimeDistributed: _time_distributed,
+RULES: dict[str, Rule] = {
+    **dict.fromkeys(("RNN", "LSTM", "GRU", "SimpleRNN"), _rnn),
+    **dict.fromkeys(("ConvLSTM1D", "ConvLSTM2D", "ConvLSTM3D"), _conv_lstm),
+    "Bidirectional": _bidirectional,
+    "TimeDistributed": _time_distributed,
 }

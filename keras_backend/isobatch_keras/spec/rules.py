@@ -22,7 +22,12 @@ from isobatch_keras.spec.walk import Rule
 __all__ = ["find_rule", "register_layer"]
 
 _PARTS = (activations, attention, convolution, dense, norms, recurrent, shapes)
-_RULES: dict[type, Rule] = {cls: rule for part in _PARTS for cls, rule in part.RULES.items()}
+_RULES: dict[type, Rule] = {
+    getattr(keras.layers, name): rule
+    for part in _PARTS
+    for name, rule in part.RULES.items()
+    if hasattr(keras.layers, name)  # older versions of Keras have fewer
+}
 _INTERNAL: dict[str, Rule] = {
     **{f"keras.src.ops.{name}": rule for name, rule in functions.RULES.items()},
     **{f"keras.src.applications.{name}": rule for name, rule in dense.APPLICATIONS.items()},

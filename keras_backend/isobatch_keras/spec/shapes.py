@@ -48,17 +48,17 @@ def _dot(at: Emitter, layer: Any, inputs: list[Ref]) -> Ref:
     return at.add("dot", *inputs, axes=axes, normalize=layer.normalize)
 
 
-RULES: dict[type, Rule] = {
-    L.Add: _merge("add"),
-    L.Subtract: _merge("subtract"),
-    L.Multiply: _merge("multiply"),
-    L.Maximum: _merge("maximum"),
-    L.Minimum: _merge("minimum"),
-    L.Average: lambda at, _layer, inputs: at.add("average", *inputs),
-    L.Concatenate: lambda at, layer, inputs: at.add("concatenate", *inputs, axis=layer.axis),
-    L.Dot: _dot,
-    L.Flatten: _flatten,
-    L.Reshape: _reshape,
-    L.Permute: lambda at, layer, x: at.add("transpose", x, axes=[0, *layer.dims]),
-    L.RepeatVector: lambda at, layer, x: at.add("repeat_vector", x, n=layer.n),
+RULES: dict[str, Rule] = {
+    "Add": _merge("add"),
+    "Subtract": _merge("subtract"),
+    "Multiply": _merge("multiply"),
+    "Maximum": _merge("maximum"),
+    "Minimum": _merge("minimum"),
+    "Average": lambda at, _layer, inputs: at.add("average", *inputs),
+    "Concatenate": lambda at, layer, inputs: at.add("concatenate", *inputs, axis=layer.axis),
+    "Dot": _dot,
+    "Flatten": _flatten,
+    "Reshape": _reshape,
+    "Permute": lambda at, layer, x: at.add("transpose", x, axes=[0, *layer.dims]),
+    "RepeatVector": lambda at, layer, x: at.add("repeat_vector", x, n=layer.n),
 }

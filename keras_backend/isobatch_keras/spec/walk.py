@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeAlias
+from typing import Any, Self, TypeAlias
 
 import keras
 import numpy as np
@@ -28,7 +28,8 @@ class Ref(str):
     shape: tuple[int | None, ...]
     dtype: str
 
-    def __new__(cls, name: str, shape: Sequence[int | None] = (), dtype: str = "float32") -> Ref:
+    def __new__(cls, name: str, shape: Sequence[int | None] = (), dtype: str = "float32") -> Self:
+        """Make a reference."""
         self = super().__new__(cls, name)
         self.shape, self.dtype = tuple(shape), dtype
         return self
@@ -149,7 +150,7 @@ class Walk:
                 env[id(tensor)] = _Value(ref, value.mask)
             return
         refs = self._call(operation, path, args, kwargs, node.outputs)
-        masks = self._masks_of(operation, path, args, kwargs, node, len(refs))
+        masks = self._masks_of(operation, path, args, kwargs, len(refs))
         for tensor, ref, mask in zip(node.outputs, refs, masks, strict=True):
             env[id(tensor)] = _Value(ref, mask)
 
@@ -193,13 +194,7 @@ class Walk:
         return found
 
     def _masks_of(
-        self,
-        operation: Any,
-        path: str,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        node: Any,
-        count: int,
+        self, operation: Any, path: str, args: tuple[Any, ...], kwargs: dict[str, Any], count: int
     ) -> list[Any]:
         """Keras's symbols for the masks of a call's outputs."""
         none: list[Any] = [None] * count

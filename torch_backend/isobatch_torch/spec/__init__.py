@@ -3,12 +3,15 @@
 from isobatch_torch.spec.build import from_spec, load_tensors, spec_of, to_tensors
 from isobatch_torch.spec.evaluate import TRAINED, evaluate_layers, predict
 from isobatch_torch.spec.modules import register_layer
+from isobatch_torch.spec.pairing import copy_state, pair_layers
 
 __all__ = [
     "TRAINED",
+    "copy_state",
     "evaluate_layers",
     "from_spec",
     "load_tensors",
+    "pair_layers",
     "predict",
     "register_layer",
     "spec_of",

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
 from torch import nn
+
+from isobatch_torch.spec.functions import Function
 
 __all__ = [
     "ACTIVATIONS",
@@ -20,40 +23,6 @@ __all__ = [
     "Softmax",
     "activation",
 ]
-
-
-class Function(nn.Module):
-    """A function without weights as a module.
-
-    Args:
-        name: The operation's word.
-        function: What is called, with the inputs and then the attributes.
-        attributes: Its settings.
-        typed: Whether it is also given the network's float type, as `float_type`.
-    """
-
-    like: torch.Tensor
-
-    def __init__(
-        self, name: str, function: Callable[..., Any], attributes: dict[str, Any], *, typed: bool = False
-    ) -> None:
-        super().__init__()
-        self.name, self.function, self.attributes, self.typed = name, function, attributes, typed
-        if typed:
-            self.register_buffer("like", torch.empty(0), persistent=False)  # follows .half() and .double()
-
-    def _get_name(self) -> str:
-        return self.name.title().replace("_", "")
-
-    def extra_repr(self) -> str:
-        """Return what `print` shows."""
-        return ", ".join(f"{key}={value}" for key, value in self.attributes.items())
-
-    def forward(self, *inputs: Any) -> Any:
-        """Return what the function returns."""
-        if self.typed:
-            return self.function(*inputs, float_type=self.like.dtype, **self.attributes)
-        return self.function(*inputs, **self.attributes)
 
 
 class Softmax(nn.Module):
@@ -75,7 +44,7 @@ class Softmax(nn.Module):
         """Return an array of the same shape."""
         if mask is not None:
             low = -3e4 if x.dtype == torch.float16 else -1e9
-            x = torch.where(mask > 0.5 if mask.is_floating_point() else mask.bool(), x, x.new_full((), low))  # noqa: PLR2004
+            x = torch.where(mask > 0.5 if mask.is_floating_point() else mask.bool(), x, x.new_full((), low))
         if len(self.axes) == 1:
             return x.softmax(self.axes[0])
         return (x - x.logsumexp(self.axes, keepdim=True)).exp()
@@ -167,45 +136,12 @@ class GaussianNoise(nn.Module):
         return x * (1 + noise) if self.multiply else x + noise
 
 
-def _clipped_relu(x: torch.Tensor, slope: float, threshold: float, max_value: float | None) -> torch.Tensor:
-    y = torch.where(x > threshold, x, slope * (x - threshold))
-    return y if max_value is None else y.clamp_max(max_value)
-
-
-def _squareplus(x: torch.Tensor, b: float) -> torch.Tensor:
-    return (x + (x.square() + b).sqrt()) / 2
-
-
-def _sparse_plus(x: torch.Tensor) -> torch.Tensor:
-    return torch.where(x <= -1, torch.zeros_like(x), torch.where(x < 1, (x + 1).square() / 4, x))
-
-
-def _sparse_sigmoid(x: torch.Tensor) -> torch.Tensor:
-    return ((x + 1) / 2).clamp(0, 1)
-
-
-def _sparsemax(x: torch.Tensor, axis: int) -> torch.Tensor:
-    moved = x.movedim(axis, -1)
-    ordered = moved.sort(-1, descending=True).values
-    count = torch.arange(1, ordered.shape[-1] + 1, dtype=x.dtype, device=x.device)
-    sums = ordered.cumsum(-1)
-    support = ordered - (sums - 1) / count > 0
-    # Keras adds up all the sums; the sparsemax of Martins and Astudillo (2016) takes the last one.
-    total = torch.where(support, sums, torch.zeros_like(sums)).sum(-1, keepdim=True)
-    threshold = (total - 1) / support.sum(-1, keepdim=True)
-    return (moved - threshold).clamp_min(0).movedim(-1, axis)
-
-
-def _function(name: str, function: Callable[..., Any]) -> Callable[..., nn.Module]:
-    return lambda **attributes: Function(name, function, attributes)
-
-
 ACTIVATIONS: dict[str, Callable[..., nn.Module]] = {
     "identity": nn.Identity,
     "relu": nn.ReLU,
     "relu6": nn.ReLU6,
-    "leaky_relu": lambda slope: nn.LeakyReLU(slope),
-    "clipped_relu": _function("clipped_relu", _clipped_relu),
+    "leaky_relu": lambda slope: nn.LeakyReLU(negative_slope=slope),
+    "clipped_relu": partial(Function, "clipped_relu"),
     "elu": nn.ELU,
     "selu": nn.SELU,
     "celu": nn.CELU,
@@ -214,25 +150,25 @@ ACTIVATIONS: dict[str, Callable[..., nn.Module]] = {
     "mish": nn.Mish,
     "sigmoid": nn.Sigmoid,
     "log_sigmoid": nn.LogSigmoid,
-    "sparse_sigmoid": _function("sparse_sigmoid", _sparse_sigmoid),
+    "sparse_sigmoid": partial(Function, "sparse_sigmoid"),
     "hard_sigmoid": nn.Hardsigmoid,
     "hard_silu": nn.Hardswish,
     "hard_tanh": nn.Hardtanh,
     "tanh": nn.Tanh,
     "tanh_shrink": nn.Tanhshrink,
-    "soft_shrink": lambda threshold: nn.Softshrink(threshold),
-    "hard_shrink": lambda threshold: nn.Hardshrink(threshold),
+    "soft_shrink": lambda threshold: nn.Softshrink(lambd=threshold),
+    "hard_shrink": lambda threshold: nn.Hardshrink(lambd=threshold),
     "threshold": nn.Threshold,
     # Above its threshold torch returns x itself, which is 2e-9 off at the default of 20.
     "softplus": lambda: nn.Softplus(threshold=1000),
-    "squareplus": _function("squareplus", _squareplus),
+    "squareplus": partial(Function, "squareplus"),
     "softsign": nn.Softsign,
-    "sparse_plus": _function("sparse_plus", _sparse_plus),
+    "sparse_plus": partial(Function, "sparse_plus"),
     "softmax": Softmax,
-    "log_softmax": lambda axis: nn.LogSoftmax(axis),
-    "sparsemax": _function("sparsemax", _sparsemax),
-    "glu": lambda axis: nn.GLU(axis),
-    "exp": _function("exp", torch.exp),
+    "log_softmax": lambda axis: nn.LogSoftmax(dim=axis),
+    "sparsemax": partial(Function, "sparsemax"),
+    "glu": lambda axis: nn.GLU(dim=axis),
+    "exp": partial(Function, "exp"),
     "dropout": lambda rate, noise_shape: (
         nn.Dropout(rate) if noise_shape is None else Dropout(rate, noise_shape)
     ),

@@ -60,7 +60,7 @@ class MultiHeadAttention(nn.Module):
             if mask is not None:
                 scores = _masked(scores, mask[:, None, None, :])
         if attention_mask is not None:
-            mask = attention_mask[:, None] if attention_mask.dim() == 3 else attention_mask  # noqa: PLR2004
+            mask = attention_mask[:, None] if attention_mask.dim() == 3 else attention_mask
             scores = _masked(scores, mask.bool())
         if self.causal:
             scores = _masked(scores, _triangle(scores))

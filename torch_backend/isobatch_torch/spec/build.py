@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from os import PathLike
 from typing import Any, Literal, TypeAlias
 
@@ -18,12 +18,68 @@ from isobatch_torch.spec.layouts import positions
 from isobatch_torch.spec.modules import build_module
 from isobatch_torch.spec.weights import Array, weight_of
 
-__all__ = ["Layout", "from_spec", "load_tensors", "module_path", "spec_of", "to_tensors"]
+__all__ = [
+    "Description",
+    "Layout",
+    "Twin",
+    "from_spec",
+    "load_tensors",
+    "module_path",
+    "spec_of",
+    "to_tensors",
+]
 
 Layout: TypeAlias = Literal["channels_last", "channels_first"]
 
 
-def from_spec(spec: Spec | str | PathLike[str], *, layout: Layout = "channels_last") -> fx.GraphModule:
+@dataclass(frozen=True, slots=True)
+class Description:
+    """What a twin keeps of its spec.
+
+    Args:
+        spec: The spec without its tensors.
+        shapes: Shapes of the tensors, by key.
+        moved: References whose channels the twin takes or gives first, with the number of their position axes.
+    """
+
+    spec: Spec
+    shapes: dict[str, tuple[int, ...]]
+    moved: dict[str, int]
+
+
+class Twin(fx.GraphModule):
+    """A module built from a spec: one child for each layer, and a forward function that reads like the network.
+
+    Args:
+        root: The children.
+        graph: The forward function.
+        class_name: The network's name.
+    """
+
+    description: Description
+
+    def __init__(self, root: nn.Module, graph: fx.Graph, class_name: str = "Network") -> None:
+        super().__init__(root, graph, class_name=class_name)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Twin:
+        copied: Any = super().__deepcopy__(memo)
+        copied.description = self.description
+        return copied
+
+    def __reduce__(self) -> Any:
+        state: Any = super().__reduce__()
+        return _revived, (*state, self.description)
+
+
+def _revived(make: Callable[..., Any], arguments: tuple[Any, ...], description: Description) -> Twin:
+    """What `torch.fx` unpickles as a module of its own class, as a twin again."""
+    module = make(*arguments)
+    twin = Twin(module, module.graph, type(module).__name__).train(module.training)
+    twin.description = description
+    return twin
+
+
+def from_spec(spec: Spec | str | PathLike[str], *, layout: Layout = "channels_last") -> Twin:
     """Build the network that a spec describes.
 
     Args:
@@ -59,10 +115,9 @@ def from_spec(spec: Spec | str | PathLike[str], *, layout: Layout = "channels_la
         if not spec.name.isidentifier()
         else spec.name
     )
-    module = fx.GraphModule(root, _graph(spec, moved), class_name=name or "Network")
-    module.meta["spec"] = replace(spec, tensors={})
-    module.meta["shapes"] = {key: tuple(tensor.shape) for key, tensor in spec.tensors.items()}
-    module.meta["moved"] = moved
+    module = Twin(root, _graph(spec, moved), name or "Network")
+    shapes = {key: tuple(tensor.shape) for key, tensor in spec.tensors.items()}
+    module.description = Description(replace(spec, tensors={}), shapes, moved)
     load_tensors(module, spec.tensors)
     return module.eval()
 
@@ -73,8 +128,7 @@ def spec_of(module: nn.Module) -> Spec | None:
     Args:
         module: Any module.
     """
-    meta: Any = getattr(module, "meta", None)
-    return meta.get("spec") if isinstance(meta, dict) else None
+    return module.description.spec if isinstance(module, Twin) else None
 
 
 def load_tensors(module: nn.Module, tensors: Mapping[str, Array]) -> None:
@@ -87,13 +141,14 @@ def load_tensors(module: nn.Module, tensors: Mapping[str, Array]) -> None:
     Raises:
         SpecError: A tensor is missing, or of another shape.
     """
+    shapes = _description(module).shapes
     for node, role, key, tensor in _weights(module):
         if key not in tensors:
             msg = f"Expected a tensor {key!r}, there is none."
             raise SpecError(msg)
         array = np.asarray(tensors[key])
-        if array.shape != module.meta["shapes"][key]:  # type: ignore[index]
-            msg = f"Expected {key!r} of shape {module.meta['shapes'][key]}, got {array.shape}."  # type: ignore[index]
+        if array.shape != shapes[key]:
+            msg = f"Expected {key!r} of shape {shapes[key]}, got {array.shape}."
             raise SpecError(msg)
         weight = weight_of(node.operation, role)
         values = torch.tensor(np.array(weight.to_torch(array, array.shape)))
@@ -114,12 +169,12 @@ def to_tensors(module: nn.Module) -> dict[str, Array]:
         Arrays by key, in the spec's layout and the module's precision.
     """
     found: dict[str, Array] = {}
+    shapes = _description(module).shapes
     for node, role, key, tensor in _weights(module):
         values = tensor.read() if isinstance(tensor, _Biases) else tensor.detach()
         if values.dtype == torch.bfloat16:
             values = values.float()
-        shape = module.meta["shapes"][key]  # type: ignore[index]
-        found[key] = np.array(weight_of(node.operation, role).to_spec(values.cpu().numpy(), shape))
+        found[key] = np.array(weight_of(node.operation, role).to_spec(values.cpu().numpy(), shapes[key]))
     return found
 
 
@@ -131,6 +186,13 @@ def module_path(node: Node) -> str:
     """
     parts = (node.module or node.name).split(".")
     return ".".join(f"{part}_" if hasattr(fx.GraphModule, part) else part for part in parts)
+
+
+def _description(module: nn.Module) -> Description:
+    if not isinstance(module, Twin):
+        msg = f"Expected a module from isobatch_torch.from_spec, got {type(module).__name__}."
+        raise SpecError(msg)
+    return module.description
 
 
 class _Biases:
@@ -151,11 +213,7 @@ class _Biases:
 
 def _weights(module: nn.Module) -> list[tuple[Node, str, str, Any]]:
     """Node, role, key and parameter of each weight, once for each module."""
-    spec = spec_of(module)
-    if spec is None:
-        msg = f"Expected a module from isobatch_torch.from_spec, got {type(module).__name__}."
-        raise SpecError(msg)
-    nodes = {module_path(node): node for node in spec.nodes}
+    nodes = {module_path(node): node for node in _description(module).spec.nodes}
     found: list[tuple[Node, str, str, Any]] = []
     for path, node in nodes.items():
         child = module.get_submodule(path)

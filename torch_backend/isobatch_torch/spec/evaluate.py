@@ -12,7 +12,7 @@ from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPriva
 
 from isobatch.spec import Spec
 from isobatch.trees import flatten, unflatten
-from isobatch_torch.spec.build import module_path, spec_of
+from isobatch_torch.spec.build import Twin, module_path
 from isobatch_torch.spec.weights import Array
 
 __all__ = ["TRAINED", "evaluate_layers", "predict"]
@@ -97,13 +97,13 @@ def predict(
         run = copied if wrap is None else wrap(copied)
         leaves, structure = flatten(batch)
         tensors = [_tensor(leaf, precision) for leaf in leaves]
-        if spec_of(module) is not None:
+        if isinstance(copied, Twin):
             return _call_twin(run, copied, unflatten(structure, tensors))
         if channels_first:
-            tensors = [one.movedim(-1, 1) if one.dim() > 3 else one for one in tensors]  # noqa: PLR2004
+            tensors = [one.movedim(-1, 1) if one.dim() > 3 else one for one in tensors]
         found, returned = flatten(_call(run, unflatten(structure, tensors)))
         if channels_first:
-            found = [one.movedim(1, -1) if one.dim() > 3 else one for one in found]  # noqa: PLR2004
+            found = [one.movedim(1, -1) if one.dim() > 3 else one for one in found]
         return unflatten(returned, [one.numpy() for one in found])
 
 
@@ -113,8 +113,8 @@ def _call(run: nn.Module, nest: Any) -> Any:
     return run(*nest) if isinstance(nest, list | tuple) else run(nest)
 
 
-def _call_twin(run: nn.Module, twin: Any, nest: Any) -> Any:
-    spec, moved = twin.meta["spec"], twin.meta["moved"]
+def _call_twin(run: nn.Module, twin: Twin, nest: Any) -> Any:
+    spec, moved = twin.description.spec, twin.description.moved
     arrays = spec.bind(nest)
     args = [
         arrays[one.name].movedim(-1, 1) if moved.get(one.name) else arrays[one.name] for one in spec.inputs

@@ -7,10 +7,44 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
+from torch import nn
 
-__all__ = ["FUNCTIONS", "TYPED"]
+__all__ = ["FUNCTIONS", "Function"]
 
 Axes = int | Sequence[int] | None
+
+
+class Function(nn.Module):
+    """An operation without weights as a module; it is kept by its word, so that it can be pickled.
+
+    Args:
+        name: A key of `FUNCTIONS`.
+        attributes: Its settings.
+
+    >>> Function("concatenate", axis=-1)(torch.zeros(2, 1), torch.ones(2, 2)).shape
+    torch.Size([2, 3])
+    """
+
+    like: torch.Tensor
+
+    def __init__(self, name: str, **attributes: Any) -> None:
+        super().__init__()
+        self.name, self.attributes = name, attributes
+        self.typed = name in _TYPED
+        if self.typed:
+            self.register_buffer("like", torch.empty(0), persistent=False)  # follows .half() and .double()
+
+    def _get_name(self) -> str:
+        return self.name.title().replace("_", "")
+
+    def extra_repr(self) -> str:
+        """Return what `print` shows."""
+        return ", ".join(f"{key}={value}" for key, value in self.attributes.items())
+
+    def forward(self, *inputs: Any) -> Any:
+        """Return what the function returns, called with the inputs and then the attributes."""
+        float_type = {"float_type": self.like.dtype} if self.typed else {}
+        return FUNCTIONS[self.name](*inputs, **self.attributes, **float_type)
 
 
 def _axes(x: torch.Tensor, axis: Axes) -> list[int]:
@@ -197,10 +231,54 @@ def _where(condition: torch.Tensor, a: Any, b: Any) -> torch.Tensor:
     return _binary(lambda x, y: torch.where(condition.bool(), x, y))(a, b)
 
 
-TYPED = {"rescale", "cast", "one_hot", "multi_hot", "count_hot"}
+def _clipped_relu(x: torch.Tensor, slope: float, threshold: float, max_value: float | None) -> torch.Tensor:
+    y = torch.where(x > threshold, x, slope * (x - threshold))
+    return y if max_value is None else y.clamp_max(max_value)
+
+
+def _squareplus(x: torch.Tensor, b: float) -> torch.Tensor:
+    return (x + (x.square() + b).sqrt()) / 2
+
+
+def _sparse_plus(x: torch.Tensor) -> torch.Tensor:
+    return torch.where(x <= -1, torch.zeros_like(x), torch.where(x < 1, (x + 1).square() / 4, x))
+
+
+def _sparse_sigmoid(x: torch.Tensor) -> torch.Tensor:
+    return ((x + 1) / 2).clamp(0, 1)
+
+
+def _sparsemax(x: torch.Tensor, axis: int) -> torch.Tensor:
+    moved = x.movedim(axis, -1)
+    ordered = moved.sort(-1, descending=True).values
+    count = torch.arange(1, ordered.shape[-1] + 1, dtype=x.dtype, device=x.device)
+    sums = ordered.cumsum(-1)
+    support = ordered - (sums - 1) / count > 0
+    # Keras adds up all the sums; the sparsemax of Martins and Astudillo (2016) takes the last one.
+    total = torch.where(support, sums, torch.zeros_like(sums)).sum(-1, keepdim=True)
+    threshold = (total - 1) / support.sum(-1, keepdim=True)
+    return (moved - threshold).clamp_min(0).movedim(-1, axis)
+
+
+def _adaptive(kind: str) -> Callable[..., torch.Tensor]:
+    def pool(x: torch.Tensor, size: Sequence[int]) -> torch.Tensor:
+        function = getattr(F, f"adaptive_{kind}_pool{len(size)}d")
+        return function(x.movedim(-1, 1), tuple(size)).movedim(1, -1)
+
+    return pool
+
+
+_TYPED = {"rescale", "cast", "one_hot", "multi_hot", "count_hot"}
 """Those whose result is of the network's float type whatever they are given."""
 
 FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "clipped_relu": _clipped_relu,
+    "sparse_sigmoid": _sparse_sigmoid,
+    "squareplus": _squareplus,
+    "sparse_plus": _sparse_plus,
+    "sparsemax": _sparsemax,
+    "adaptive_max_pool": _adaptive("max"),
+    "adaptive_avg_pool": _adaptive("avg"),
     "average": _average,
     "concatenate": lambda *inputs, axis: torch.cat(inputs, axis),
     "stack": lambda *inputs, axis: torch.stack(inputs, axis),
@@ -280,6 +358,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
         for name in (
             "negative",
             "absolute",
+            "exp",
             "expm1",
             "log",
             "log1p",

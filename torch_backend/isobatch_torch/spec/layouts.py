@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from isobatch.spec import Node, Spec
 
-__all__ = ["positions"]
+__all__ = ["KEEP", "positions"]
 
 _BY_KERNEL = {"conv", "depthwise_conv", "conv_transpose"}
 _BY_WINDOW = {
@@ -16,7 +16,7 @@ _BY_WINDOW = {
     "upsample": "factors",
     "resize": "size",
 }
-_KEEP = {
+KEEP = {
     *(
         "batch_norm",
         "layer_norm",
@@ -99,7 +99,7 @@ def positions(spec: Spec) -> dict[str, int]:
         count = _count(node, spec)
         if count is not None:
             found.update(dict.fromkeys([*given, node.name], count))
-        if node.operation in _KEEP or node.attributes.get("keepdims"):
+        if node.operation in KEEP or node.attributes.get("keepdims"):
             groups.append({*given, node.name})
     changed = True
     while changed:

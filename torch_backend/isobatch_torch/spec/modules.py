@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from isobatch.errors import SpecError
-from isobatch_torch.spec.activations import ACTIVATIONS, Function, PReLU, Scale
+from isobatch_torch.spec.activations import ACTIVATIONS, PReLU, Scale
 from isobatch_torch.spec.attention import AdditiveAttention, DotAttention, MultiHeadAttention
-from isobatch_torch.spec.functions import FUNCTIONS, TYPED
+from isobatch_torch.spec.functions import FUNCTIONS, Function
 from isobatch_torch.spec.norms import BatchNorm, GroupNorm, LayerNorm, RMSNorm, Standardize
 from isobatch_torch.spec.positions import (
     AvgPool,
@@ -119,7 +119,7 @@ def build_module(operation: str, attributes: Mapping[str, Any], shapes: Shapes) 
     if operation in ACTIVATIONS:
         return ACTIVATIONS[operation](**attributes)
     if operation in FUNCTIONS:
-        return Function(operation, FUNCTIONS[operation], dict(attributes), typed=operation in TYPED)
+        return Function(operation, **attributes)
     msg = f"Expected an operation that torch has a module for, got {operation!r}. Cure: isobatch_torch.register_layer."
     raise SpecError(msg)
 
@@ -177,25 +177,6 @@ def _conv_transpose(at: dict[str, Any], shapes: Shapes) -> nn.Module:
     )
 
 
-def _adaptive(kind: str) -> Builder:
-    def builder(at: dict[str, Any], _: Shapes) -> nn.Module:
-        size = tuple(at["size"])
-        pool = getattr(nn.functional, f"adaptive_{kind}_pool{len(size)}d")
-        return Function(f"adaptive_{kind}_pool", _Moved(pool), {"size": size})
-
-    return builder
-
-
-class _Moved:
-    """A function of channels first, called with channels last."""
-
-    def __init__(self, function: Callable[..., torch.Tensor]) -> None:
-        self.function = function
-
-    def __call__(self, x: torch.Tensor, size: tuple[int, ...]) -> torch.Tensor:
-        return self.function(x.movedim(-1, 1), size).movedim(1, -1)
-
-
 def _batch_norm(at: dict[str, Any], shapes: Shapes) -> nn.Module:
     features = shapes["moving_mean"][0]
     momentum = round(1 - at["momentum"], 12)  # without the noise of the subtraction
@@ -239,8 +220,6 @@ _BUILDERS: dict[str, Builder] = {
     "max_pool": lambda at, _: MaxPool(**at),
     "avg_pool": lambda at, _: AvgPool(**at),
     "global_avg_pool": lambda at, _: GlobalAvgPool(**at),
-    "adaptive_max_pool": _adaptive("max"),
-    "adaptive_avg_pool": _adaptive("avg"),
     "batch_norm": _batch_norm,
     "layer_norm": _layer_norm,
     "group_norm": _group_norm,
