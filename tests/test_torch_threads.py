@@ -270,6 +270,16 @@ def test_export_and_compile_of_the_template(pair):
     assert list(again.state_dict()) == list(compiled.state_dict())
 
 
+def test_compile_around_the_wrapper_leaves_it_alone(pair):
+    net, parallel, x = pair
+    compiled = torch.compile(parallel, backend="eager")
+    for _ in range(2):
+        torch.testing.assert_close(compiled(x), net(x), rtol=1e-12, atol=1e-12)
+    compiled(x).sum().backward()
+    assert net.layers[0].weight.grad is not None
+    assert probe(lambda _: threading.current_thread().name)[1] == "isobatch-1"
+
+
 def test_compiled_norm_keeps_its_state_in_the_template():
     norm = nn.BatchNorm1d(2).double()
     single = copy.deepcopy(norm)

@@ -16,6 +16,7 @@ from isobatch.errors import ModelError
 from isobatch_torch.accelerators import memory, one_device, visible
 from isobatch_torch.backend import BACKEND
 from isobatch_torch.engine import Engine, Schedule, run_template
+from isobatch_torch.internals import uncompiled
 from isobatch_torch.placement import is_home
 
 __all__ = ["DataParallel"]
@@ -88,6 +89,10 @@ class DataParallel(nn.DataParallel[nn.Module]):
         Returns:
             What the module would return.
         """
+        if (
+            torch.compiler.is_compiling()
+        ):  # around the wrapper: there is nothing in here that could be compiled
+            return _call_uncompiled(self, args, kwargs)
         return self.call_method("__call__", *args, **kwargs)
 
     def call_method(self, method: str, /, *args: Any, **kwargs: Any) -> Any:
@@ -292,6 +297,11 @@ class DataParallel(nn.DataParallel[nn.Module]):
 
     def __getitem__(self, index: Any) -> Any:
         return self.module[index]  # type: ignore[index]
+
+
+@uncompiled
+def _call_uncompiled(parallel: DataParallel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return parallel.call_method("__call__", *args, **kwargs)
 
 
 _COLLECTIONS = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")

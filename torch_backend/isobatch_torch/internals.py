@@ -8,6 +8,7 @@ Tried on torch 2.6 and 2.13.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -34,6 +35,7 @@ __all__ = [
     "node_count",
     "parameters_of",
     "set_grad_mode",
+    "uncompiled",
     "use_own_parameters",
     "version_of",
 ]
@@ -92,6 +94,12 @@ def move_towards(states: list[torch.Tensor], values: list[torch.Tensor], factor:
 def set_grad_mode(on: bool) -> None:  # noqa: FBT001
     """Say whether autograd records in this thread."""
     _C._set_grad_enabled(on)
+
+
+def uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that `torch.compile` leaves alone; without loading the compiler, as `torch.compiler.disable` does."""
+    found: Callable[..., Any] = torch._disable_dynamo(function)
+    return found
 
 
 def node_count() -> int:
