@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._compile import _disable_dynamo
 from torch.autograd import forward_ad
 from torch.nn.modules import batchnorm
 from torch.nn.parallel._functions import Broadcast, Gather
@@ -98,7 +99,7 @@ def set_grad_mode(on: bool) -> None:  # noqa: FBT001
 
 def uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function that `torch.compile` leaves alone; without loading the compiler, as `torch.compiler.disable` does."""
-    found: Callable[..., Any] = torch._disable_dynamo(function)
+    found: Callable[..., Any] = _disable_dynamo(function)
     return found
 
 
