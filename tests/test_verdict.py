@@ -9,6 +9,7 @@ from torch import nn
 from twin_cases import batch_for, image, masked, scramble, sequence
 
 import isobatch
+from isobatch.testing import assert_parity
 from isobatch.verdict import judge
 
 L = keras.layers
@@ -328,3 +329,47 @@ def test_parallel_runs_are_part_of_the_verdict():
     assert verdict.passed, str(verdict)
     assert [(run.replicas, run.sizes) for run in verdict.parallel] == [(1, (3,)), (2, (2, 1))]
     assert set(verdict.parallel[0].checks) == {"keras", "torch", "keras-torch"}
+
+
+class Port(nn.Module):
+    """A hand-written port of a small network, with a fault or without."""
+
+    def __init__(self, eps=1e-3, shifted=False):
+        super().__init__()
+        self.stem = nn.Conv2d(3, 4, 3, stride=2, padding=1 if shifted else 0)
+        self.norm = nn.BatchNorm2d(4, eps=eps)
+        self.head = nn.Linear(4 * 6 * 5, 3)
+
+    def forward(self, image):
+        if not self.stem.padding[0]:
+            image = F.pad(image, (0, 1, 0, 1))
+        return self.head(F.relu(self.norm(self.stem(image))).flatten(1))
+
+
+def ported():
+    x = image(12, 10, 3)
+    y = L.Conv2D(4, 3, strides=2, padding="same", name="conv")(x)
+    y = L.ReLU()(L.BatchNormalization(name="bn")(y))
+    return scramble(keras.Model(x, L.Dense(3, name="logits")(L.Flatten()(y))))
+
+
+@pytest.mark.parametrize(
+    ("fault", "wrong"),
+    [({}, []), ({"eps": 1e-5}, ["bn = norm"]), ({"shifted": True}, ["conv = stem"])],
+)
+def test_a_handwritten_port_is_judged_and_its_wrong_layers_are_named(fault, wrong):
+    model, port = ported(), Port(**fault)
+    isobatch.copy_weights(model, port)
+    verdict = judge(model, port, batch_for(model), layout="channels_first")
+    assert verdict.word == ("FAIL" if wrong else "PASS"), str(verdict)
+    assert [layer.layer for layer in verdict.wrong] == wrong
+
+
+def test_assert_parity_shows_the_worst_layer_first():
+    model = ported()
+    twin = isobatch.twin(model)
+    assert assert_parity(model, twin, batch_for(model)).parallel[1].replicas == 2
+    twin.bn.eps = 1e-5
+    twin.logits.weight.data[0, 0] += 0.5
+    with pytest.raises(AssertionError, match=r"FAIL: 2 of \d+ layers differ\n  logits .*\n  bn "):
+        assert_parity(model, twin, batch_for(model), replicas=())

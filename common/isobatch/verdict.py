@@ -179,8 +179,8 @@ def judge(
 
     Args:
         keras_model: A functional or sequential `keras.Model`.
-        torch_module: From `isobatch.twin` or `isobatch_torch.from_spec`; or any other module, of which only the outputs are
-            compared.
+        torch_module: From `isobatch.twin` or `isobatch_torch.from_spec`; or any other module, of which the outputs are compared,
+            and those layers that can be told to be Keras's by their shapes and connections.
         batch: Arrays `(B, ...)` as the Keras model is given them.
         factory: Builds the Keras model, for one that cannot be rebuilt from its configuration.
         layout: `"channels_first"` if a module that is no twin takes and gives channels first.
@@ -209,11 +209,8 @@ def judge(
     expected = _outputs(record.spec, record.values)
     floor = max((find_operation(node.operation).floor for node in record.spec.nodes), default=0.0)
     floor = max(floor, FLOAT32 if record.coarse else 0.0)
-    layers = (
-        _layer_checks(torch_side, torch_module, record)
-        if torch_side.spec_of(torch_module) is not None
-        else ()
-    )
+    is_twin = torch_side.spec_of(torch_module) is not None
+    layers = (_layer_checks if is_twin else _paired_checks)(torch_side, torch_module, record)
     first = layout == "channels_first"
     found = _lists(torch_side.predict(torch_module, batch, channels_first=first))
     whole = compare(found, expected, WHOLE * floor)
@@ -268,6 +265,20 @@ def _layer_checks(torch_side: Any, module: Any, record: Any) -> tuple[LayerCheck
         checks.append(LayerCheck(layers[name], parts, check, trained != reference))
 
     torch_side.evaluate_layers(module, spec, values, report)
+    return tuple(checks)
+
+
+def _paired_checks(torch_side: Any, module: Any, record: Any) -> tuple[LayerCheck, ...]:
+    """Of a module that is no twin: those layers that can be told to be Keras's, each by itself."""
+    nodes = {node.name: node for node in record.spec.nodes}
+    checks: list[LayerCheck] = []
+
+    def report(reference: str, path: str, found: Any) -> None:
+        node = nodes[reference]
+        check = compare(found, record.values[reference], find_operation(node.operation).floor)
+        checks.append(LayerCheck(f"{node.layer} = {path}", (node.operation,), check))
+
+    torch_side.evaluate_paired(torch_side.from_spec(record.spec), module, record.values, report)
     return tuple(checks)
 
 

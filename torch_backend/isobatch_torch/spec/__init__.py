@@ -2,6 +2,7 @@
 
 from isobatch_torch.spec.build import from_spec, load_tensors, spec_of, to_tensors
 from isobatch_torch.spec.evaluate import TRAINED, evaluate_layers, predict
+from isobatch_torch.spec.handwritten import evaluate_paired
 from isobatch_torch.spec.modules import register_layer
 from isobatch_torch.spec.pairing import copy_state, pair_layers
 
@@ -9,6 +10,7 @@ __all__ = [
     "TRAINED",
     "copy_state",
     "evaluate_layers",
+    "evaluate_paired",
     "from_spec",
     "load_tensors",
     "pair_layers",

@@ -19,7 +19,7 @@ from isobatch.spec import Node
 from isobatch_torch.spec.build import Twin, module_path
 from isobatch_torch.spec.layouts import KEEP
 
-__all__ = ["copy_state", "pair_layers"]
+__all__ = ["channels_of_flattened", "copy_state", "pair_layers"]
 
 Label = int
 
@@ -67,7 +67,7 @@ def copy_state(twin: Twin, other: nn.Module, pairs: Mapping[str, str], *, to_twi
         to_twin: Whether to the twin, instead of from it.
         flat: Whether both flatten channels last, as twins do.
     """
-    flattened = {} if flat else _flattened(twin)
+    flattened = {} if flat else channels_of_flattened(twin)
     with torch.no_grad():
         for ours, theirs in pairs.items():
             ends = twin.get_submodule(ours), other.get_submodule(theirs)
@@ -187,8 +187,12 @@ def _same_values(a: nn.Module, b: nn.Module) -> bool:
     return all(torch.equal(ours[name], theirs[name]) for name in ours if name in theirs and ours[name].dim())
 
 
-def _flattened(twin: Twin) -> dict[str, int]:
-    """Channels of the image that is flattened before a `Linear`, by the path of the `Linear`."""
+def channels_of_flattened(twin: Twin) -> dict[str, int]:
+    """Return the channels of the image that is flattened before a `Linear`, by the path of the `Linear`.
+
+    Args:
+        twin: From `from_spec`.
+    """
     spec, shapes = twin.description.spec, twin.description.shapes
     nodes: dict[Any, Node] = {node.name: node for node in spec.nodes}
     found: dict[str, int] = {}

@@ -20,6 +20,7 @@ __all__ = [
     "Resize",
     "Upsample",
     "conv",
+    "pad_positions",
     "same_padding",
 ]
 
@@ -40,8 +41,15 @@ def same_padding(size: int, window: int, stride: int, dilation: int = 1) -> tupl
     return total // 2, total - total // 2
 
 
-def _pad(x: torch.Tensor, padding: str, windows: Any, value: float = 0.0) -> torch.Tensor:
-    """Pad the position axes of `(B, C, *positions)`; `windows` are window, stride and dilation of each."""
+def pad_positions(x: torch.Tensor, padding: str, windows: Any, value: float = 0.0) -> torch.Tensor:
+    """Return an array with its position axes padded.
+
+    Args:
+        x: `(B, C, *positions)`.
+        padding: `"valid"`, `"same"` or `"causal"`.
+        windows: Window, stride and dilation of each position axis.
+        value: What it is padded with.
+    """
     if padding == "valid":
         return x
     widths = []
@@ -104,7 +112,7 @@ class Conv(nn.modules.conv._ConvNd):  # noqa: SLF001 - the base class of Conv1d,
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return `(B, *positions, out)`."""
         windows = zip(self.kernel_size, self.stride, self.dilation, strict=True)
-        x = _pad(x.movedim(-1, 1), self.same, windows)
+        x = pad_positions(x.movedim(-1, 1), self.same, windows)
         y = self._convolve(x, self.weight, self.bias, self.stride, 0, self.dilation, self.groups)
         return y.movedim(1, -1)
 
@@ -203,7 +211,7 @@ class MaxPool(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return `(B, *positions, C)`."""
         pool = (F.max_pool1d, F.max_pool2d, F.max_pool3d)[len(self.window) - 1]
-        x = _pad(x.movedim(-1, 1), self.padding, self._windows, -torch.inf)
+        x = pad_positions(x.movedim(-1, 1), self.padding, self._windows, -torch.inf)
         return pool(x, self.window, self.strides).movedim(1, -1)
 
 
@@ -214,9 +222,9 @@ class AvgPool(MaxPool):
         """Return `(B, *positions, C)`."""
         pool: Any = (F.avg_pool1d, F.avg_pool2d, F.avg_pool3d)[len(self.window) - 1]
         x = x.movedim(-1, 1)
-        y = pool(_pad(x, self.padding, self._windows), self.window, self.strides)
+        y = pool(pad_positions(x, self.padding, self._windows), self.window, self.strides)
         if self.padding == "same":
-            inside = _pad(torch.ones_like(x[:1, :1]), self.padding, self._windows)
+            inside = pad_positions(torch.ones_like(x[:1, :1]), self.padding, self._windows)
             y = y / pool(inside, self.window, self.strides)
         return y.movedim(1, -1)
 
