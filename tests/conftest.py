@@ -62,3 +62,16 @@ def both(request):
     if missing:
         pytest.skip(f"needs both frameworks; not tested here: {', '.join(missing)}")
     return [kit(name) for name in NAMES]
+
+
+@pytest.fixture
+def keras_float64():
+    """Make float64 what Keras computes in by default; a policy once read no longer follows floatx, so both are set."""
+    import keras
+
+    before = keras.config.floatx()
+    keras.config.set_floatx("float64")
+    keras.config.set_dtype_policy("float64")
+    yield
+    keras.config.set_floatx(before)
+    keras.config.set_dtype_policy(before)

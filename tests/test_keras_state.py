@@ -12,12 +12,7 @@ layers = keras.layers
 GAP = 1e-12
 
 
-@pytest.fixture(autouse=True)
-def float64():
-    before = keras.config.floatx()
-    keras.config.set_floatx("float64")
-    yield
-    keras.config.set_floatx(before)
+pytestmark = pytest.mark.usefixtures("keras_float64")
 
 
 def parallel_of(model, replicas, **options):
