@@ -334,7 +334,7 @@ def test_parallel_runs_are_part_of_the_verdict():
 class Port(nn.Module):
     """A hand-written port of a small network, with a fault or without."""
 
-    def __init__(self, eps=1e-3, shifted=False):
+    def __init__(self, *, eps=1e-3, shifted=False):
         super().__init__()
         self.stem = nn.Conv2d(3, 4, 3, stride=2, padding=1 if shifted else 0)
         self.norm = nn.BatchNorm2d(4, eps=eps)

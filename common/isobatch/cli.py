@@ -1,4 +1,4 @@
-"""The command line: `isobatch parity` and `isobatch devices`.
+"""The command line: `isobatch parity`, `isobatch twin` and `isobatch devices`.
 
 Exit codes: 0 all agree, 1 a mismatch, 2 wrong use, with one line on standard error that says what was wrong.
 """
@@ -10,11 +10,11 @@ import logging
 import os
 import sys
 import tempfile
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -22,6 +22,9 @@ from isobatch.errors import IsobatchError
 from isobatch.registry import available_backends, get_backend
 
 __all__ = ["main"]
+
+if TYPE_CHECKING:
+    from isobatch.model_parity import ModelReport
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 
@@ -64,18 +67,129 @@ def _root(context: typer.Context) -> None:
 
 
 @app.command()
-def parity(
-    replicas: Annotated[str, typer.Option(help="Numbers of replicas, separated by commas.")] = "1,2,3,4",
+def parity(  # noqa: PLR0917 - typer calls it by name
+    model: Annotated[
+        str | None,
+        typer.Argument(
+            help="A .keras or .h5 file, module:function, or an application's name; without it: the digits network."
+        ),
+    ] = None,
+    replicas: Annotated[
+        str | None,
+        typer.Option(
+            help="Numbers of replicas, separated by commas; 1,2,3,4 for the digits, none for a MODEL."
+        ),
+    ] = None,
     batch_sizes: Annotated[str, typer.Option(help="Numbers of rows, separated by commas.")] = "64,63,5,3,1",
     data: Annotated[
-        Path | None, typer.Option(help="A .npz file with images x and classes y, instead of the digits.")
+        Path | None,
+        typer.Option(
+            help="A .npz file with images x and classes y, instead of the digits; for a MODEL a .npz or .npy file or a folder of images."
+        ),
     ] = None,
     seed: Annotated[
         int, typer.Option(help="For the split of the data, the first weights and the order of rows.")
     ] = 0,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write everything to this file.")] = None,
+    html_file: Annotated[
+        Path | None,
+        typer.Option("--html", help="Write a report of the MODEL to this file, which needs nothing else."),
+    ] = None,
+    torch_module: Annotated[
+        str | None,
+        typer.Option(
+            "--torch", help="module:function that returns the torch module; the MODEL's twin without it."
+        ),
+    ] = None,
+    torch_weights: Annotated[
+        Path | None, typer.Option(help="A file with the state_dict of the torch module, or of the twin.")
+    ] = None,
+    layout: Annotated[
+        str, typer.Option(help="channels_first if the torch module takes images so.")
+    ] = "channels_last",
+    rows: Annotated[int, typer.Option(help="Rows that a MODEL is run on.", min=1)] = 8,
+    size: Annotated[
+        int | None, typer.Option(help="Height and width of an application's images.", min=1)
+    ] = None,
 ) -> int:
-    """Train a network in Keras over replicas, carry it to torch, and compare both, alone and parallel, on the same rows."""
+    """Hold a Keras MODEL against its twin in torch, layer by layer in float64.
+
+    Without a MODEL: train a network in Keras over replicas, carry it to torch, and compare both, alone and parallel, on the same rows.
+    """
+    _check_outputs(json_file, html_file)
+    if model is not None:
+        from isobatch.model_parity import run_model
+
+        counts = _numbers(replicas, "--replicas") if replicas else []
+        if layout not in {"channels_last", "channels_first"}:
+            msg = f"Expected --layout channels_last or channels_first, got {layout!r}."
+            raise _WrongUseError(msg)
+        return _model_parity(
+            run_model,
+            (json_file, html_file),
+            name=model,
+            data=data,
+            module=torch_module,
+            weights=torch_weights,
+            layout=layout,
+            replicas=counts,
+            rows=rows,
+            size=size,
+            seed=seed,
+        )
+    if html_file is not None or torch_module is not None or torch_weights is not None or size is not None:
+        msg = "Expected a MODEL with --html, --torch, --torch-weights and --size."
+        raise _WrongUseError(msg)
+    return _digits_parity(replicas or "1,2,3,4", batch_sizes, data, seed, json_file)
+
+
+def _model_parity(
+    run_model: Callable[..., ModelReport], files: tuple[Path | None, Path | None], **options: Any
+) -> int:
+    from isobatch.html import render_html
+    from isobatch.report import print_model_report, progress_bar
+
+    with progress_bar() as progress, _quiet_start():
+        report = run_model(progress=progress, **options)
+    print_model_report(report)
+    json_file, html_file = files
+    if json_file is not None:
+        json_file.write_text(json.dumps(report.as_dict(), indent=2, allow_nan=False) + "\n", encoding="utf-8")
+    if html_file is not None:
+        html_file.write_text(render_html(report), encoding="utf-8")
+    return 0 if report.passed else 1
+
+
+@app.command()
+def twin(
+    model: Annotated[
+        str, typer.Argument(help="A .keras or .h5 file, module:function, or an application's name.")
+    ],
+    output: Annotated[Path, typer.Option("--output", "-o", help="The folder to write to.")],
+    size: Annotated[
+        int | None, typer.Option(help="Height and width of an application's images.", min=1)
+    ] = None,
+) -> int:
+    """Write a Keras MODEL so that isobatch_torch.from_spec builds it in torch on a machine without Keras."""
+    from isobatch.model_parity import write_twin
+
+    with _quiet_start():
+        spec = write_twin(model, output, size)
+    count = sum(tensor.size for tensor in spec.tensors.values())
+    sys.stdout.write(f"{spec.name}: {len(spec.nodes)} operations and {count:,} weights in {output}\n")
+    return 0
+
+
+def _check_outputs(*files: Path | None) -> None:
+    for option, file in zip(("--json", "--html"), files, strict=True):
+        if file is not None and (file.is_dir() or not file.parent.is_dir()):
+            msg = f"Expected {option} to be a file in a folder that exists, got {str(file)!r}."
+            raise _WrongUseError(msg)
+
+
+def _digits_parity(
+    replicas: str, batch_sizes: str, data: Path | None, seed: int, json_file: Path | None
+) -> int:
     from isobatch.digits import load_digits, load_images
     from isobatch.parity import run
     from isobatch.report import print_report, progress_bar
@@ -83,9 +197,6 @@ def parity(
     counts, batches = _numbers(replicas, "--replicas"), _numbers(batch_sizes, "--batch-sizes")
     if not 0 <= seed < 2**32:
         msg = f"Expected --seed from 0 to 4294967295, got {seed}."
-        raise _WrongUseError(msg)
-    if json_file is not None and (json_file.is_dir() or not json_file.parent.is_dir()):
-        msg = f"Expected --json to be a file in a folder that exists, got {str(json_file)!r}."
         raise _WrongUseError(msg)
     images = load_digits(seed) if data is None else load_images(data, seed)
     if max(batches) > len(images.test):

@@ -104,7 +104,7 @@ class Report:
     def as_dict(self) -> dict[str, Any]:
         """Return everything in plain containers, as it goes into JSON; a gap without a number is `None`."""
         cases = [{**asdict(case), "passed": case.passed} for case in self.cases]
-        return _finite({**asdict(self), "passed": self.passed, "cases": cases})
+        return finite({**asdict(self), "passed": self.passed, "cases": cases})
 
 
 def run(
@@ -175,7 +175,7 @@ def run(
         accuracy=_accuracies(networks["float32"], images, max(replicas)),
         seconds=time.perf_counter() - began,
         seed=seed,
-        versions=_versions(),
+        versions=versions(),
     )
 
 
@@ -297,12 +297,12 @@ def _check_request(replicas: Sequence[int], batches: Sequence[int], rows: int) -
         raise ValueError(msg)
 
 
-def _finite(tree: Any) -> Any:
+def finite(tree: Any) -> Any:
     """Return plain containers with `None` for what JSON has no number for."""
     if isinstance(tree, dict):
-        return {key: _finite(value) for key, value in tree.items()}
+        return {key: finite(value) for key, value in tree.items()}
     if isinstance(tree, list | tuple):
-        return [_finite(value) for value in tree]
+        return [finite(value) for value in tree]
     return None if isinstance(tree, float) and not math.isfinite(tree) else tree
 
 
@@ -311,7 +311,7 @@ def _reference(name: str) -> Any:
     return importlib.import_module(f"isobatch_{name}.reference")
 
 
-def _versions() -> dict[str, str]:
+def versions() -> dict[str, str]:
     names = [name for name in ("isobatch", "keras", "tensorflow", "torch", "numpy") if _version(name)]
     return {
         "python": platform.python_version(),

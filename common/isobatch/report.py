@@ -13,9 +13,13 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
+from isobatch.model_parity import ModelReport
 from isobatch.parity import Case, Report
+from isobatch.verdict import LayerCheck
 
-__all__ = ["console", "devices_table", "print_report", "progress_bar"]
+__all__ = ["console", "devices_table", "print_model_report", "print_report", "progress_bar"]
+
+_SHOWN = 10  # layers of a network in which none differs
 
 
 def console(table: Table) -> Console:
@@ -75,6 +79,51 @@ def print_report(report: Report) -> None:
     passed = sum(case.passed for case in report.cases)
     style, word = ("bold green", "PASS") if report.passed else ("bold red", "FAIL")
     out.print(f"[{style}]{word}[/] {passed} of {len(report.cases)} cases agree.", highlight=False)
+
+
+def print_model_report(report: ModelReport) -> None:
+    """Print what a parity run on one model found: the layers that differ, or else those that are nearest to their floor.
+
+    Args:
+        report: From `isobatch.model_parity.run_model`.
+    """
+    verdict = report.verdict
+    nearest = sorted(verdict.layers, key=lambda one: one.check.scaled / one.check.allowed, reverse=True)
+    table = _layers_table(
+        verdict.wrong or nearest[:_SHOWN], "that differ" if verdict.wrong else "nearest to their floor"
+    )
+    out = console(table)
+    out.print(f"{report.model} against {report.module}, on {report.data}.", highlight=False)
+    if verdict.layers:
+        out.print(table)
+    first, *rest = str(verdict).splitlines()
+    for line in rest[len(verdict.wrong) :]:
+        out.print(line.strip(), highlight=False, markup=False)
+    out.print(
+        f"{' '.join(f'{name} {version}' for name, version in report.versions.items())}; {sum(report.seconds.values()):.0f} s."
+    )
+    style = {"PASS": "bold green", "FAIL": "bold red"}.get(verdict.word, "bold yellow")
+    out.print(Text(first, style))
+
+
+def _layers_table(layers: Sequence[LayerCheck], which: str) -> Table:
+    table = Table(
+        "layer",
+        "operations",
+        "gap",
+        "floor",
+        "",
+        box=box.SIMPLE_HEAD,
+        title=f"Layers {which}, in float64, each fed what Keras's was",
+        title_justify="left",
+    )
+    for one in layers:
+        word = Text("PASS", "green") if one.check.passed else Text("FAIL", "bold red")
+        name = f"{one.layer}, training" if one.training else one.layer
+        table.add_row(
+            Text(name), ", ".join(one.operations), _gap(one.check.scaled), _gap(one.check.allowed), word
+        )
+    return table
 
 
 def devices_table(rows: Iterable[Sequence[str]]) -> Table:

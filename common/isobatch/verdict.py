@@ -7,6 +7,7 @@ each gap is held against the floor of its operations. The whole network is run t
 from __future__ import annotations
 
 import importlib
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
@@ -23,6 +24,9 @@ if TYPE_CHECKING:
     import numpy as np
 
 __all__ = ["Closeness", "LayerCheck", "ParallelCheck", "Verdict", "judge"]
+
+DECADES = (-18, 1)
+"""Powers of ten that histograms of differences cover."""
 
 WHOLE = 1000.0
 """How much the gaps of single layers may grow on the way through the network: a wiring fault is of order one."""
@@ -63,12 +67,17 @@ class Closeness:
         gap: Between the two sides, scaled.
         keras: Rounding error of the Keras side: its own run against its float64 run, scaled.
         torch: Rounding error of the torch side, likewise.
+        histograms: How many elements of the outputs differ by how much: counts for each power of ten of the scaled difference, from
+            `DECADES[0]` on, by what is compared (`"gap"`, `"keras"`, `"torch"`). Equal elements are not counted.
+        milliseconds: Time of one call by `"keras"` and `"torch"`, the first one not counted.
     """
 
     precision: str
     gap: float
     keras: float
     torch: float
+    histograms: Mapping[str, tuple[int, ...]] = field(default_factory=dict[str, tuple[int, ...]])
+    milliseconds: Mapping[str, float] = field(default_factory=dict[str, float])
 
     @property
     def ratio(self) -> float:
@@ -221,10 +230,16 @@ def judge(
     passed = whole.passed and all(layer.check.passed for layer in layers) and all(run.passed for run in runs)
     closeness = None
     if precision is not None and whole.fault in {"", "values"}:
-        ours = _lists(torch_side.predict(torch_module, batch, precision, channels_first=first))
-        theirs = _lists(keras_side.predict(keras_model, batch))
+        ours, torch_time = _timed(
+            lambda: torch_side.predict(torch_module, batch, precision, channels_first=first)
+        )
+        theirs, keras_time = _timed(lambda: keras_side.predict(keras_model, batch))
+        pairs = {"gap": (ours, theirs), "keras": (theirs, expected), "torch": (ours, found)}
         closeness = Closeness(
-            precision, _scaled(ours, theirs), _scaled(theirs, expected), _scaled(ours, found)
+            precision,
+            **{name: _scaled(*pair) for name, pair in pairs.items()},
+            histograms={name: _histogram(*pair) for name, pair in pairs.items()},
+            milliseconds={"keras": keras_time, "torch": torch_time},
         )
     return Verdict("PASS" if passed else "FAIL", layers, whole, closeness=closeness, parallel=runs)
 
@@ -346,3 +361,23 @@ def _scaled(found: Any, expected: Any) -> float:
     return compare(
         as_float64, [np.asarray(one).astype("float64") for one in flatten(expected)[0]], 1.0
     ).scaled
+
+
+def _histogram(found: Any, expected: Any) -> tuple[int, ...]:
+    import numpy as np
+
+    total = np.zeros(DECADES[1] - DECADES[0], dtype=int)
+    for a, b in zip(flatten(found)[0], flatten(expected)[0], strict=True):
+        gaps = np.abs(np.asarray(a, "float64") - np.asarray(b, "float64")) / (
+            float(np.max(np.abs(b), initial=0.0)) or 1.0
+        )
+        powers = np.floor(np.log10(gaps[(gaps > 0) & np.isfinite(gaps)])).clip(DECADES[0], DECADES[1] - 1)
+        total += np.bincount(powers.astype(int) - DECADES[0], minlength=len(total))
+    return tuple(int(count) for count in total)
+
+
+def _timed(run: Callable[[], Any]) -> tuple[Any, float]:
+    run()
+    began = time.perf_counter()
+    result = run()
+    return _lists(result), 1000 * (time.perf_counter() - began)

@@ -2,13 +2,17 @@
 
 from isobatch_keras.spec.float64 import Record, Refusal, in_float64, predict, record
 from isobatch_keras.spec.rules import register_layer
+from isobatch_keras.spec.sources import application, images, open_model
 from isobatch_keras.spec.weights import load_tensors, to_spec
 
 __all__ = [
     "Record",
     "Refusal",
+    "application",
+    "images",
     "in_float64",
     "load_tensors",
+    "open_model",
     "predict",
     "record",
     "register_layer",

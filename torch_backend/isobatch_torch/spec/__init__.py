@@ -1,6 +1,6 @@
 """Specs to torch modules and back: `from_spec`, `to_tensors`, `register_layer`, and the layers torch has no exact equal of."""
 
-from isobatch_torch.spec.build import from_spec, load_tensors, spec_of, to_tensors
+from isobatch_torch.spec.build import from_spec, load_tensors, spec_of, to_tensors, with_weights
 from isobatch_torch.spec.evaluate import TRAINED, evaluate_layers, predict
 from isobatch_torch.spec.handwritten import evaluate_paired
 from isobatch_torch.spec.modules import register_layer
@@ -18,4 +18,5 @@ __all__ = [
     "register_layer",
     "spec_of",
     "to_tensors",
+    "with_weights",
 ]

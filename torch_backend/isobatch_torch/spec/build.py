@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import fx, nn
 
-from isobatch.errors import SpecError
+from isobatch.errors import ModelError, SpecError
 from isobatch.spec import Node, Spec
 from isobatch_torch.spec.layouts import positions
 from isobatch_torch.spec.modules import build_module
@@ -27,6 +27,7 @@ __all__ = [
     "module_path",
     "spec_of",
     "to_tensors",
+    "with_weights",
 ]
 
 Layout: TypeAlias = Literal["channels_last", "channels_first"]
@@ -298,3 +299,22 @@ def _result(nest: Any, read: Callable[[str], fx.Node]) -> Any:
     if isinstance(nest, dict):
         return {key: _result(value, read) for key, value in nest.items()}
     return tuple(_result(value, read) for value in nest) if isinstance(nest, list | tuple) else read(nest)
+
+
+def with_weights(module: nn.Module, path: str | PathLike[str]) -> nn.Module:
+    """Return a module with the `state_dict` in a file.
+
+    Args:
+        module: Any module; it is changed.
+        path: A file that `torch.save` wrote; nothing in it is run.
+
+    Raises:
+        ModelError: It cannot be read, or does not fit.
+    """
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+        module.load_state_dict({name.removeprefix("module."): tensor for name, tensor in state.items()})
+    except Exception as error:
+        msg = f"Expected a state_dict of the module in {str(path)!r}: {error}"
+        raise ModelError(msg) from error
+    return module.eval()
