@@ -166,6 +166,20 @@ def test_replicas_without_rows_leave_no_trace(rows):
     assert np.isfinite(float(layer.seen))
 
 
+@pytest.mark.parametrize("replicas", [1, 3])
+def test_weights_assigned_in_the_forward_pass_are_trained_on(replicas):
+    """Spectral normalisation overwrites a trainable kernel in training: the gradient is that of the new value."""
+    x, y = np.random.default_rng(0).random((7, 4)), np.zeros((7, 2))
+    results = []
+    for parallel in (False, True):
+        keras.utils.set_random_seed(0)
+        model = keras.Sequential([keras.Input((4,)), layers.SpectralNormalization(layers.Dense(3)), layers.Dense(2)])
+        trained = parallel_of(model, replicas) if parallel else model
+        trained.compile("sgd", "mse")
+        results.append([trained.train_on_batch(x[:rows], y[:rows]) for rows in (7, 2, 7)] + model.get_weights())
+    assert gap(*results) < GAP
+
+
 def dropping(seed=3):
     keras.utils.set_random_seed(seed)
     return keras.Sequential(

@@ -65,7 +65,11 @@ class Recording(keras.StatelessScope):
     def add_update(self, update: Update) -> None:
         """Remember an assignment."""
         self.updates.append(update)
-        super().add_update(update)
+        variable, value = update
+        if variable.trainable:  # what is read from now on is the variable, so its gradient is the variable's
+            before = keras.ops.cast(variable.value, value.dtype)
+            value = keras.ops.stop_gradient(value) + (before - keras.ops.stop_gradient(before))
+        super().add_update((variable, value))
 
     def get_current_value(self, variable: keras.Variable) -> Any:
         """Return what a variable was assigned, here or in a scope around this one; `None` for nothing."""
