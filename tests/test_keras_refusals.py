@@ -49,7 +49,7 @@ def test_fixed_batch_sizes():
 
 def test_wrapping_twice():
     parallel = isobatch.data_parallel(mlp(), TWO)
-    with pytest.raises(isobatch.ModelError, match="not parallel yet.*`template`"):
+    with pytest.raises(isobatch.ModelError, match=r"not parallel yet.*`template`"):
         isobatch.data_parallel(parallel, TWO)
     assert len(isobatch.data_parallel(parallel.template, [*TWO, "cpu:2"]).devices) == 3
 
