@@ -46,12 +46,7 @@ def one_device(request: DeviceRequest) -> Device:
 
 def _kind() -> str | None:
     # Asks how torch was built, not the driver: a driver that has been asked does not survive a fork.
-    if not hasattr(torch, "accelerator"):  # torch < 2.6
-        return "cuda" if torch.version.cuda is not None or torch.version.hip is not None else None
-    try:
-        found = torch.accelerator.current_accelerator()
-    except RuntimeError:  # torch 2.6 raises where later releases return None
-        return None
+    found = torch.accelerator.current_accelerator()
     return None if found is None else found.type
 
 

@@ -1,7 +1,4 @@
-"""What this package needs of torch that has no public name, all in one place.
-
-Tried on torch 2.6 and 2.13.
-"""
+"""What this package needs of torch that has no public name, all in one place."""
 
 # ruff: noqa: SLF001
 # pyright: reportPrivateUsage=false, reportPrivateImportUsage=false, reportAttributeAccessIssue=false

@@ -13,9 +13,11 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from contextvars import Context, copy_context
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import pairwise
 from queue import SimpleQueue
-from time import perf_counter
+from time import thread_time
 from typing import Any
 
 import torch
@@ -28,7 +30,7 @@ __all__ = ["Outcome", "ThreadState", "run_all", "run_here"]
 
 @dataclass(slots=True)
 class Outcome:
-    """What came of one call: a value or an error; how many autograd nodes it made and how long it took."""
+    """What came of one call: a value or an error; how many autograd nodes and how much of its thread's time it took."""
 
     value: Any = None
     error: BaseException | None = None
@@ -37,13 +39,13 @@ class Outcome:
 
     def run(self, call: Callable[[], Any]) -> None:
         """Make the call and note what came of it."""
-        start, begin = node_count(), perf_counter()
+        start, begin = node_count(), thread_time()
         try:
             self.value = call()
         except BaseException as error:  # noqa: BLE001 - SystemExit and KeyboardInterrupt are the caller's to handle
             # Without this frame: it would close a cycle from the error to this outcome.
             self.error = error.with_traceback(error.__traceback__ and error.__traceback__.tb_next)
-        self.nodes, self.seconds = node_count() - start, perf_counter() - begin
+        self.nodes, self.seconds = node_count() - start, thread_time() - begin
 
 
 def run_here(calls: Sequence[Callable[[], Any]]) -> list[Outcome]:
@@ -90,32 +92,32 @@ def run_all(
     [1, 2]
     """
     workers = _POOL.take(max(ranks) + 1)
-    done: SimpleQueue[None] = SimpleQueue()
-    outcomes: list[Outcome] = []
     resized = any(workers[rank].progress.threads != state.threads for rank in ranks)
+    done: SimpleQueue[None] = SimpleQueue()
+    jobs: list[_Job] = []
     floor = 0
+    for call, rank in zip(calls, ranks, strict=True):
+        floor = max(floor, workers[rank].progress.nodes) if state.grad else 0
+        jobs.append(_Job(call, copy_context(), state, floor, workers[rank].jobs, done))
+        floor += gap or 0
     try:
-        for call, rank in zip(calls, ranks, strict=True):
-            worker, outcome = workers[rank], Outcome()
-            floor = max(floor, worker.progress.nodes)
-            worker.jobs.put(_Job(call, copy_context(), state, floor if state.grad else 0, outcome, done))
-            outcomes.append(outcome)
-            if gap is not None:
-                floor += gap
-                continue
+        if gap is None:
+            for job, follower in pairwise(jobs):
+                job.follower = follower
+            jobs[0].post()
             done.get()
-            if outcome.error is not None:
-                break
-            floor = worker.progress.nodes
-        for _ in outcomes if gap is not None else ():
-            done.get()
+        else:
+            for job in jobs:
+                job.post()
+            for _ in jobs:
+                done.get()
     except BaseException:
         _POOL.reset()
         raise
     finally:
         if resized:  # a worker's number of threads became the one that new threads start with
             torch.set_num_threads(torch.get_num_threads())
-    return outcomes
+    return [job.outcome for job in jobs if job.ran]
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,16 +179,23 @@ class ThreadState:
         return stack
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Job:
     call: Callable[[], Any]
     context: Context  # the caller's context variables
     state: ThreadState
     floor: int  # where the counter of autograd nodes has to be at least
-    outcome: Outcome
+    queue: SimpleQueue[_Job | None]  # of its worker
     done: SimpleQueue[None]
+    follower: _Job | None = None  # what is to run after it, if it succeeds
+    outcome: Outcome = field(default_factory=Outcome)
+    ran: bool = False
+
+    def post(self) -> None:
+        self.queue.put(self)
 
     def run(self) -> None:
+        self.ran = True
         try:
             self.state.apply()
             with self.state.context():
@@ -194,6 +203,13 @@ class _Job:
                 self.context.run(self.outcome.run, self.call)
         except BaseException as error:  # noqa: BLE001 - whatever it is, the caller must not wait for ever
             self.outcome.error = error
+
+    def next(self) -> Callable[[], None]:
+        """Return what its worker has to do when it has forgotten this job."""
+        if self.follower is None or self.outcome.error is not None:
+            return partial(self.done.put, None)
+        self.follower.floor = max(self.follower.floor, node_count() if self.state.grad else 0)
+        return self.follower.post
 
 
 class _Worker:
@@ -222,9 +238,10 @@ def _serve(jobs: SimpleQueue[_Job | None], progress: _Progress) -> None:
             torch.set_num_threads(progress.threads)
         job.run()
         progress.nodes = node_count()
-        done = job.done
+        proceed = job.next()
         del job  # nothing of a call outlives it
-        done.put(None)
+        proceed()
+        del proceed
 
 
 class _Pool:
