@@ -408,6 +408,26 @@ def test_random_numbers_repeat_and_differ_between_replicas():
     assert not torch.equal(shards[1], shards[2])
 
 
+def test_a_generator_kept_by_the_module_is_shared_in_order():
+    class Own(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.generator = torch.Generator()
+
+        def forward(self, x):
+            return x + torch.rand(x.shape, generator=self.generator)
+
+    net = Own()
+    parallel = DataParallel(net, 3)
+    x = torch.zeros(6, 1000)
+    outputs = []
+    for _ in range(5):
+        net.generator.manual_seed(0)
+        outputs.append(parallel(x))
+    assert all(torch.equal(outputs[0], output) for output in outputs)
+    assert not torch.equal(outputs[0][0], outputs[0][2])
+
+
 def test_one_replica_draws_what_the_module_draws():
     net = Noisy()
     x = torch.ones(3, 4)

@@ -56,7 +56,7 @@ class Engine:
         self.devices = devices
         self.copies = Copies(template, len(devices))
         self.placement = Placement(devices)
-        self.generators = shared_generators(devices)
+        self.generators = shared_generators(devices, [])
         self.habits: dict[Any, _Habits] = {}
         self.lock = threading.Lock()
         _ENGINES.add(self)
@@ -127,6 +127,7 @@ class Engine:
         """Bring replicas up to date with the template."""
         if self.copies.refresh():
             self.placement.check(self.copies)
+            self.generators = shared_generators(self.devices, [node.original for node in self.copies.nodes])
         self.placement.move(self.copies, ranks)
         if self.placement.away:
             part_streams(self.devices)

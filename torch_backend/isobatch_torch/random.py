@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
 from isobatch.devices import Device
 from isobatch_torch.accelerators import KIND, memory
@@ -14,17 +15,21 @@ from isobatch_torch.accelerators import KIND, memory
 __all__ = ["part_streams", "positions", "shared_generators"]
 
 
-def shared_generators(devices: Sequence[Device]) -> list[torch.Generator]:
-    """Return the generators that several replicas draw from: the CPU's, and that of a card named twice.
+def shared_generators(devices: Sequence[Device], modules: Sequence[nn.Module]) -> list[torch.Generator]:
+    """Return the generators that several replicas draw from: the CPU's, that of a card named twice, those kept in attributes.
 
     Args:
         devices: One for each replica.
+        modules: The template's.
 
-    >>> shared_generators([Device("cpu")]) == [torch.default_generator]
+    >>> shared_generators([Device("cpu")], [nn.Linear(1, 1)]) == [torch.default_generator]
     True
     """
-    shared = [place for place, count in Counter(_cards(devices)).items() if count > 1]
-    return [torch.default_generator, *map(_generator, shared)]
+    cards = [place for place, count in Counter(_cards(devices)).items() if count > 1]
+    kept = [
+        value for module in modules for value in vars(module).values() if isinstance(value, torch.Generator)
+    ]
+    return [torch.default_generator, *map(_generator, cards), *kept]
 
 
 def positions(generators: Sequence[torch.Generator]) -> list[bytes]:
