@@ -373,3 +373,12 @@ def test_assert_parity_shows_the_worst_layer_first():
     twin.logits.weight.data[0, 0] += 0.5
     with pytest.raises(AssertionError, match=r"FAIL: 2 of \d+ layers differ\n  logits .*\n  bn "):
         assert_parity(model, twin, batch_for(model), replicas=())
+
+
+def test_a_wrong_batch_norm_in_training_shows_in_the_text():
+    model = scramble(convnet(L.BatchNormalization(name="planted")))
+    twin = isobatch.twin(model)
+    twin.planted.momentum = 0.99
+    assert "planted (batch_norm, after one step of training)" in str(
+        judge(model, twin, batch_for(model), precision=None)
+    )

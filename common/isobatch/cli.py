@@ -120,7 +120,7 @@ def parity(  # noqa: PLR0917 - typer calls it by name
     if model is not None:
         from isobatch.model_parity import run_model
 
-        counts = _numbers(replicas, "--replicas") if replicas else []
+        counts = [] if replicas is None else _numbers(replicas, "--replicas")
         if layout not in {"channels_last", "channels_first"}:
             msg = f"Expected --layout channels_last or channels_first, got {layout!r}."
             raise _WrongUseError(msg)
@@ -140,7 +140,7 @@ def parity(  # noqa: PLR0917 - typer calls it by name
     if html_file is not None or torch_module is not None or torch_weights is not None or size is not None:
         msg = "Expected a MODEL with --html, --torch, --torch-weights and --size."
         raise _WrongUseError(msg)
-    return _digits_parity(replicas or "1,2,3,4", batch_sizes, data, seed, json_file)
+    return _digits_parity("1,2,3,4" if replicas is None else replicas, batch_sizes, data, seed, json_file)
 
 
 def _model_parity(

@@ -52,7 +52,10 @@ class ModelReport:
 
     def as_dict(self) -> dict[str, Any]:
         """Return everything in plain containers, as it goes into JSON; a gap without a number is `None`."""
-        return finite({**asdict(self), "passed": self.passed, "verdict": self.verdict.as_dict()})
+        plain: dict[str, Any] = finite(
+            {**asdict(self), "passed": self.passed, "verdict": self.verdict.as_dict()}
+        )
+        return plain
 
 
 def run_model(

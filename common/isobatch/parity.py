@@ -104,7 +104,8 @@ class Report:
     def as_dict(self) -> dict[str, Any]:
         """Return everything in plain containers, as it goes into JSON; a gap without a number is `None`."""
         cases = [{**asdict(case), "passed": case.passed} for case in self.cases]
-        return finite({**asdict(self), "passed": self.passed, "cases": cases})
+        plain: dict[str, Any] = finite({**asdict(self), "passed": self.passed, "cases": cases})
+        return plain
 
 
 def run(

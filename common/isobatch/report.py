@@ -40,7 +40,7 @@ def progress_bar() -> Generator[Callable[[str, float], None], None, None]:
     # A handle of its own: the process's standard error is held back while TensorFlow starts.
     with (
         os.fdopen(os.dup(2), "w") as screen,
-        Progress(*columns, console=Console(file=screen), transient=True) as bar,
+        Progress(*columns, console=Console(file=screen), transient=True, disable=not screen.isatty()) as bar,
     ):
         task = bar.add_task("starting the frameworks", total=1.0)
         yield lambda text, done: bar.update(task, description=text, completed=done)

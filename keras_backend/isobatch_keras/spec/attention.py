@@ -38,7 +38,8 @@ def _multi_head(
     }
     kernels = {f"{name}_kernel": part.kernel for name, part in parts.items()}
     biases = {f"{name}_bias": part.bias for name, part in parts.items()}
-    return at.add(
+    return at.add_several(
+        1 + return_attention_scores,
         "multi_head_attention",
         query,
         value,
@@ -50,7 +51,6 @@ def _multi_head(
             "key_mask": key_mask,
             "attention_mask": attention_mask,
         },
-        outputs=1 + return_attention_scores,
         heads=layer.num_query_heads if grouped else layer.num_heads,
         key_heads=layer.num_key_value_heads if grouped else layer.num_heads,
         dropout=layer.dropout,
@@ -85,19 +85,21 @@ def _dot(
     use_causal_mask: bool = False,
 ) -> Any:
     masks = {"query_mask": mask[0], "value_mask": mask[1]} if mask else {}
-    settings = {
+    outputs = 1 + return_attention_scores
+    settings: dict[str, Any] = {
         "keywords": masks,
-        "outputs": 1 + return_attention_scores,
         "dropout": layer.dropout,
         "causal": use_causal_mask,
         "return_scores": return_attention_scores,
     }
     if isinstance(layer, L.AdditiveAttention):
-        return at.add("additive_attention", *inputs, weights={"scale": layer.scale}, **settings)
+        return at.add_several(
+            outputs, "additive_attention", *inputs, weights={"scale": layer.scale}, **settings
+        )
     if layer.score_mode == "concat":
         weights = {"scale": layer.scale, "weight": layer.concat_score_weight}
-        return at.add("additive_attention", *inputs, weights=weights, **settings)
-    return at.add("dot_attention", *inputs, weights={"scale": layer.scale}, **settings)
+        return at.add_several(outputs, "additive_attention", *inputs, weights=weights, **settings)
+    return at.add_several(outputs, "dot_attention", *inputs, weights={"scale": layer.scale}, **settings)
 
 
 RULES: dict[str, Rule] = {

@@ -111,7 +111,7 @@ def _split(at: Emitter, op: Any, x: Ref) -> Any:
     else:
         ends = [0, *cuts, length]
         parts = [b - a for a, b in pairwise(ends)]
-    return at.add("split", x, outputs=len(parts), parts=parts, axis=op.axis)
+    return at.add_several(len(parts), "split", x, parts=parts, axis=op.axis)
 
 
 def _clip(at: Emitter, op: Any, x: Ref) -> Ref:

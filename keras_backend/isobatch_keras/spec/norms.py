@@ -15,6 +15,9 @@ L = keras.layers
 
 
 def _batch(at: Emitter, layer: Any, x: Ref, mask: Ref | None = None) -> Ref:
+    if getattr(layer, "renorm", False):
+        msg = f"{at.layer}: BatchNormalization with renorm"
+        raise SpecError(msg)
     roles = ("gamma", "beta", "moving_mean", "moving_variance")
     return at.add(
         "batch_norm",

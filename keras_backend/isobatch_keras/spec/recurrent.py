@@ -65,7 +65,6 @@ def _cell(  # noqa: PLR0917 - one node
         msg = f"{at.layer}: RNN over {type(cell).__module__}.{type(cell).__qualname__}"
         raise SpecError(msg)
     states = len(keras.tree.flatten(cell.state_size))
-    outputs = 1 + states * settings["return_state"]
     own: dict[str, Any] = (
         {"recurrent_activation": _named(at, cell.recurrent_activation)} if states == 2 else {}
     )
@@ -74,13 +73,13 @@ def _cell(  # noqa: PLR0917 - one node
             "recurrent_activation": _named(at, cell.recurrent_activation),
             "reset_after": cell.reset_after,
         }
-    return at.add(
+    return at.add_several(
+        1 + states * settings["return_state"],
         operation,
         *inputs,
         part=part,
         weights={"kernel": cell.kernel, "recurrent_kernel": cell.recurrent_kernel, "bias": cell.bias},
         keywords={"mask": mask},
-        outputs=outputs,
         activation=_named(at, cell.activation),
         dropout=cell.dropout,
         recurrent_dropout=cell.recurrent_dropout,
@@ -112,13 +111,13 @@ def _conv_lstm(
         msg = f"{at.layer}: {type(layer).__name__} with channels first"
         raise SpecError(msg)
     states = [] if initial_state is None else keras.tree.flatten(initial_state)
-    return at.add(
+    return at.add_several(
+        1 + 2 * layer.return_state,
         "conv_lstm",
         x,
         *states,
         weights={"kernel": cell.kernel, "recurrent_kernel": cell.recurrent_kernel, "bias": cell.bias},
         keywords={"mask": mask},
-        outputs=1 + 2 * layer.return_state,
         activation=_named(at, cell.activation),
         recurrent_activation=_named(at, cell.recurrent_activation),
         go_backwards=layer.go_backwards,

@@ -221,7 +221,7 @@ class Walk:
         except SpecError as error:
             self.unsupported.append(str(error))
             return none
-        return flat
+        return list(flat)
 
     def _symbol(self, value: _Value) -> Any:
         """A new symbol for an array, so that computing with it leaves no trace in the user's model."""
@@ -260,41 +260,54 @@ class Emitter:
     name: str
     layer: str
 
-    def add(
+    def add(self, operation: str, *inputs: Any, **settings: Any) -> Ref:
+        """Write one node with one output.
+
+        Args:
+            operation: A word of `isobatch.operations`.
+            inputs: References and numbers.
+            settings: As for `add_several`, and the operation's attributes.
+
+        Returns:
+            The reference to its output.
+        """
+        return self.add_several(1, operation, *inputs, **settings)[0]
+
+    def add_several(
         self,
+        outputs: int,
         operation: str,
         *inputs: Any,
         part: str = "",
         weights: Mapping[str, Any] | None = None,
         keywords: Mapping[str, Any] | None = None,
-        outputs: int = 1,
         **attributes: Any,
-    ) -> Any:
+    ) -> list[Ref]:
         """Write one node.
 
         Args:
+            outputs: How many outputs it has.
             operation: A word of `isobatch.operations`.
             inputs: References and numbers.
             part: What its name adds to the layer's: `_activation` for a node beside the layer's own, `.depthwise` for one within.
             weights: Variables or arrays by role; those that are `None` are left out.
             keywords: References by name; those that are `None` are left out.
-            outputs: How many outputs it has.
             attributes: The operation's attributes.
 
         Returns:
-            The reference to its output, or a list of them if it has several.
+            The references to its outputs.
         """
         module = self.walk.part(self.module, part)
         name = module if self.name == self.module else self.name + part
-        keys = {role: f"{module}.{role}" for role, weight in (weights or {}).items() if weight is not None}
-        self.walk.variables.update({keys[role]: (weights or {})[role] for role in keys})
-        given = {key: ref for key, ref in (keywords or {}).items() if ref is not None}
+        given = {role: weight for role, weight in (weights or {}).items() if weight is not None}
+        keys = {role: f"{module}.{role}" for role in given}
+        self.walk.variables.update({keys[role]: weight for role, weight in given.items()})
         self.walk.nodes.append(
             Node(
                 name,
                 operation,
                 tuple(one if isinstance(one, Ref) else _plain(one) for one in inputs),
-                given,
+                {key: ref for key, ref in (keywords or {}).items() if ref is not None},
                 _plain(attributes),
                 keys,
                 self.layer,
@@ -302,8 +315,7 @@ class Emitter:
                 outputs,
             )
         )
-        refs = [Ref(name if number == 0 else f"{name}:{number}") for number in range(outputs)]
-        return refs[0] if outputs == 1 else refs
+        return [Ref(name if number == 0 else f"{name}:{number}") for number in range(outputs)]
 
     def call(
         self, operation: Any, x: Ref, part: str, shape: Sequence[int | None] = (), **kwargs: Any

@@ -25,9 +25,9 @@ class MultiHeadAttention(nn.Module):
         self.heads, self.key_heads = settings["heads"], settings["key_heads"]
         self.dropout, self.causal = settings["dropout"], settings["causal"]
         self.return_scores = settings["return_scores"]
-        for name in ("query", "key", "value"):
-            inner, heads, width = shapes[f"{name}_kernel"]
-            self.add_module(f"{name}_proj", nn.Linear(inner, heads * width, bias=f"{name}_bias" in shapes))
+        self.query_proj, self.key_proj, self.value_proj = (
+            _projection(shapes, name) for name in ("query", "key", "value")
+        )
         heads, width, outer = shapes["output_kernel"]
         self.out_proj = nn.Linear(heads * width, outer, bias="output_bias" in shapes)
 
@@ -136,8 +136,13 @@ class AdditiveAttention(DotAttention):
         return scores if weight is None else weight * scores
 
 
+def _projection(shapes: Mapping[str, Sequence[int]], name: str) -> nn.Linear:
+    inner, heads, width = shapes[f"{name}_kernel"]
+    return nn.Linear(inner, heads * width, bias=f"{name}_bias" in shapes)
+
+
 def _split(x: torch.Tensor, heads: int) -> torch.Tensor:
-    return x.unflatten(-1, (heads, -1)).transpose(1, 2)
+    return x.reshape(*x.shape[:-1], heads, -1).transpose(1, 2)
 
 
 def _masked(scores: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:

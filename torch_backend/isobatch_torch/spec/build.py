@@ -269,7 +269,7 @@ def _graph(spec: Spec, moved: Mapping[str, int]) -> fx.Graph:
         values[name] = _move(graph, value, 1, -1) if moved.get(name) else value
     for node in spec.nodes:
         args = tuple(values[one] if isinstance(one, str) else one for one in node.inputs)
-        kwargs = {key: values[ref] for key, ref in node.keywords.items()}
+        kwargs: dict[str, Any] = {key: values[ref] for key, ref in node.keywords.items()}
         called = graph.call_module(module_path(node), args, kwargs)
         if node.outputs == 1:
             values[node.name] = called

@@ -144,7 +144,7 @@ def _hot(x: torch.Tensor, classes: int, float_type: torch.dtype) -> torch.Tensor
 
 
 def _time_unfold(y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    return y.unflatten(0, (-1, x.shape[1]))
+    return y.reshape(-1, x.shape[1], *y.shape[1:])
 
 
 def _masking(x: torch.Tensor, value: float) -> torch.Tensor:
@@ -156,7 +156,7 @@ def _cast(x: torch.Tensor, dtype: str, float_type: torch.dtype) -> torch.Tensor:
 
 
 def _split(x: torch.Tensor, parts: Sequence[int], axis: int) -> tuple[torch.Tensor, ...]:
-    return x.split(list(parts), axis)
+    return torch.split(x, list(parts), axis)
 
 
 def _take(x: torch.Tensor, index: Any, axis: int | None) -> torch.Tensor:
@@ -165,7 +165,8 @@ def _take(x: torch.Tensor, index: Any, axis: int | None) -> torch.Tensor:
     index = torch.as_tensor(index, device=x.device).long()
     index = torch.where(index < 0, index + x.shape[axis], index)
     found = x.index_select(axis, index.flatten())
-    return found.unflatten(axis, index.shape) if index.dim() != 1 else found
+    axis %= x.dim()
+    return found.reshape(*x.shape[:axis], *index.shape, *x.shape[axis + 1 :])
 
 
 def _repeat(x: torch.Tensor, repeats: int, axis: int | None) -> torch.Tensor:
@@ -271,6 +272,27 @@ def _adaptive(kind: str) -> Callable[..., torch.Tensor]:
 _TYPED = {"rescale", "cast", "one_hot", "multi_hot", "count_hot"}
 """Those whose result is of the network's float type whatever they are given."""
 
+_BINARY: dict[str, Callable[..., torch.Tensor]] = {
+    "add": torch.add,
+    "subtract": torch.sub,
+    "multiply": torch.mul,
+    "divide": torch.div,
+    "floor_divide": torch.floor_divide,
+    "mod": torch.remainder,
+    "power": torch.pow,
+    "maximum": torch.maximum,
+    "minimum": torch.minimum,
+    "equal": torch.eq,
+    "not_equal": torch.ne,
+    "greater": torch.gt,
+    "greater_equal": torch.ge,
+    "less": torch.lt,
+    "less_equal": torch.le,
+    "logical_and": torch.logical_and,
+    "logical_or": torch.logical_or,
+    "logical_xor": torch.logical_xor,
+}
+
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     "clipped_relu": _clipped_relu,
     "sparse_sigmoid": _sparse_sigmoid,
@@ -330,29 +352,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "zeros_like": torch.zeros_like,
     "ones_like": torch.ones_like,
     "stop_gradient": lambda x: x.detach(),
-    **{
-        name: _binary(function)
-        for name, function in {
-            "add": torch.add,
-            "subtract": torch.sub,
-            "multiply": torch.mul,
-            "divide": torch.div,
-            "floor_divide": torch.floor_divide,
-            "mod": torch.remainder,
-            "power": torch.pow,
-            "maximum": torch.maximum,
-            "minimum": torch.minimum,
-            "equal": torch.eq,
-            "not_equal": torch.ne,
-            "greater": torch.gt,
-            "greater_equal": torch.ge,
-            "less": torch.lt,
-            "less_equal": torch.le,
-            "logical_and": torch.logical_and,
-            "logical_or": torch.logical_or,
-            "logical_xor": torch.logical_xor,
-        }.items()
-    },
+    **{name: _binary(function) for name, function in _BINARY.items()},
     **{
         name: getattr(torch, name)
         for name in (

@@ -146,7 +146,8 @@ def register_layer(operation: str, builder: Builder) -> None:
 
 
 def _dense(_: dict[str, Any], shapes: Shapes) -> nn.Module:
-    return nn.Linear(*shapes["kernel"], bias="bias" in shapes)
+    inner, outer = shapes["kernel"]
+    return nn.Linear(inner, outer, bias="bias" in shapes)
 
 
 def _conv(at: dict[str, Any], shapes: Shapes) -> nn.Module:
@@ -214,7 +215,7 @@ _BUILDERS: dict[str, Builder] = {
     "conv": _conv,
     "depthwise_conv": _depthwise,
     "conv_transpose": _conv_transpose,
-    "embedding": lambda _, shapes: Embedding(*shapes["embeddings"]),
+    "embedding": lambda _, shapes: Embedding(shapes["embeddings"][0], shapes["embeddings"][1]),
     "scale": lambda _, shapes: Scale(shapes["gamma"]),
     "prelu": lambda _, shapes: PReLU(shapes["alpha"]),
     "max_pool": lambda at, _: MaxPool(**at),

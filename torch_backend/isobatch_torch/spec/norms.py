@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
@@ -34,15 +35,17 @@ class BatchNorm(_BatchNorm):
         if not center:
             self.register_parameter("bias", None)
 
-    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:  # type: ignore[override]
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
         """Return an array of the same shape; positions that the mask leaves out do not count."""
         rows = x.movedim(self.axis, -1).reshape(-1, self.num_features)
         if self.training:
-            kept = rows if mask is None else rows[mask.expand(x.shape[:-1]).reshape(-1)]
-            var, mean = torch.var_mean(kept, 0, correction=0)
+            if mask is None:
+                var, mean = torch.var_mean(rows, 0, correction=0)
+            else:
+                mean, var = _masked_moments(rows, mask.expand(x.shape[:-1]).reshape(-1, 1))
             self._update(mean, var)
         else:
-            mean, var = self.running_mean, self.running_var
+            mean, var = self._running()
         shape = [1] * x.dim()
         shape[self.axis] = self.num_features
         factor = torch.rsqrt(var + self.eps)
@@ -55,11 +58,14 @@ class BatchNorm(_BatchNorm):
 
     @torch.no_grad()
     def _update(self, mean: torch.Tensor, var: torch.Tensor) -> None:
-        if self.running_mean is None or self.running_var is None or self.num_batches_tracked is None:
-            return
-        self.running_mean.lerp_(mean.to(self.running_mean.dtype), self.momentum)
-        self.running_var.lerp_(var.to(self.running_var.dtype), self.momentum)
-        self.num_batches_tracked.add_(1)
+        for running, new in zip(self._running(), (mean, var), strict=True):
+            running.lerp_(new.to(running.dtype), self.momentum or 0.0)
+        if self.num_batches_tracked is not None:
+            self.num_batches_tracked.add_(1)
+
+    def _running(self) -> tuple[torch.Tensor, torch.Tensor]:
+        mean: Any = self.running_mean
+        return mean, self.running_var  # type: ignore[return-value] # both are there, as this class is made
 
 
 class LayerNorm(nn.Module):
@@ -170,6 +176,14 @@ class Standardize(nn.Module):
         """Return an array of the same shape."""
         scale = self.variance.sqrt().clamp_min(1e-7)
         return self.mean + x * scale if self.invert else (x.to(scale.dtype) - self.mean) / scale
+
+
+def _masked_moments(rows: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Mean and variance of the rows that count, divided as Keras does, which has a mask without any in mind."""
+    count = mask.sum() + 1e-7
+    zero = rows.new_zeros(())
+    mean = torch.where(mask, rows, zero).sum(0) / count
+    return mean, torch.where(mask, rows - mean, zero).square().sum(0) / count
 
 
 def _along(weight: torch.Tensor, x: torch.Tensor, axes: Sequence[int]) -> torch.Tensor:

@@ -225,4 +225,4 @@ def _channels(node: Node, shapes: Mapping[str, tuple[int, ...]]) -> int | None:
 def _reordered(weight: torch.Tensor, channels: int, *, to_last: bool) -> torch.Tensor:
     """The columns of a kernel in the order of an image flattened channels last, or first."""
     sizes = (channels, -1) if to_last else (-1, channels)
-    return weight.unflatten(1, sizes).transpose(1, 2).flatten(1)
+    return weight.reshape(len(weight), *sizes).transpose(1, 2).flatten(1)

@@ -107,12 +107,14 @@ class Conv(nn.modules.conv._ConvNd):  # noqa: SLF001 - the base class of Conv1d,
 
     def extra_repr(self) -> str:
         """Return what `print` shows."""
-        return f"{super().extra_repr()}, padding={self.same!r}"
+        return f"{super().extra_repr()}, padding={self.same!r}"  # type: ignore[no-untyped-call]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return `(B, *positions, out)`."""
         windows = zip(self.kernel_size, self.stride, self.dilation, strict=True)
         x = pad_positions(x.movedim(-1, 1), self.same, windows)
+        if x.dtype == torch.float64:
+            x = x.contiguous()  # torch has fast kernels for other strides in float32 only
         y = self._convolve(x, self.weight, self.bias, self.stride, 0, self.dilation, self.groups)
         return y.movedim(1, -1)
 

@@ -81,6 +81,13 @@ class Loop(nn.Module):
             for rate, array in zip(rates, arrays, strict=True)
         )  # type: ignore[return-value] # two of each
 
+    def _products(self, x: torch.Tensor, h: torch.Tensor) -> torch.Tensor:
+        """What input and state add to the gates, both biases included, by the weights of one of torch's own layers."""
+        weights: Any = self.all_weights
+        ih, hh, *biases = weights[0]
+        b_ih, b_hh = biases or (None, None)
+        return F.linear(x, ih, b_ih) + F.linear(h, hh, b_hh)
+
     def _is(self, **activations: str) -> bool:
         """Whether torch's own layer has these activations and no noise is drawn."""
         noisy = self.training and (self.settings["dropout"] or self.settings["recurrent_dropout"])
@@ -90,7 +97,7 @@ class Loop(nn.Module):
         return [x.new_zeros(len(x), units) for _ in range(count)]
 
 
-class LSTM(Loop, nn.LSTM):
+class LSTM(Loop, nn.LSTM):  # type: ignore[misc] # its forward is a loop's
     """Long short-term memory; `bias_hh_l0` stays zero, for Keras has one bias.
 
     Args:
@@ -121,13 +128,10 @@ class LSTM(Loop, nn.LSTM):
     def step(self, x: torch.Tensor, states: States) -> States:
         """Return hidden and cell state after one step."""
         h, c = states
-        z = F.linear(x, self.weight_ih_l0, self.bias_ih_l0 if self.bias else None) + F.linear(
-            h, self.weight_hh_l0
-        )
-        return _lstm_gates(z.chunk(4, -1), c, self.activation, self.recurrent_activation)
+        return _lstm_gates(self._products(x, h).chunk(4, -1), c, self.activation, self.recurrent_activation)
 
 
-class GRU(Loop, nn.GRU):
+class GRU(Loop, nn.GRU):  # type: ignore[misc] # its forward is a loop's
     """Gated recurrent unit that resets after the product.
 
     Args:
@@ -156,9 +160,10 @@ class GRU(Loop, nn.GRU):
 
     def step(self, x: torch.Tensor, states: States) -> States:
         """Return the state after one step."""
-        biases = (self.bias_ih_l0, self.bias_hh_l0) if self.bias else (None, None)
-        ours = F.linear(x, self.weight_ih_l0, biases[0]).chunk(3, -1)
-        theirs = F.linear(states[0], self.weight_hh_l0, biases[1]).chunk(3, -1)
+        weights: Any = self.all_weights[0]
+        biases = weights[2:] or (None, None)
+        ours = F.linear(x, weights[0], biases[0]).chunk(3, -1)
+        theirs = F.linear(states[0], weights[1], biases[1]).chunk(3, -1)
         reset, update = (self.recurrent_activation(a + b) for a, b in zip(ours[:2], theirs[:2], strict=True))
         new = self.activation(ours[2] + reset * theirs[2])
         return [update * states[0] + (1 - update) * new]
@@ -202,7 +207,7 @@ class ResetBeforeGRU(Loop):
         return [update * h + (1 - update) * new]
 
 
-class RNN(Loop, nn.RNN):
+class RNN(Loop, nn.RNN):  # type: ignore[misc] # its forward is a loop's
     """Simple recurrence; `bias_hh_l0` stays zero, for Keras has one bias.
 
     Args:
@@ -231,10 +236,7 @@ class RNN(Loop, nn.RNN):
 
     def step(self, x: torch.Tensor, states: States) -> States:
         """Return the state after one step."""
-        bias = self.bias_ih_l0 if self.bias else None
-        return [
-            self.activation(F.linear(x, self.weight_ih_l0, bias) + F.linear(states[0], self.weight_hh_l0))
-        ]
+        return [self.activation(self._products(x, states[0]))]
 
 
 class ConvLSTM(Loop):
@@ -285,5 +287,5 @@ def _lstm_gates(
 
 def _freeze_second_bias(module: nn.LSTM | nn.RNN) -> None:
     if module.bias:
-        nn.init.zeros_(module.bias_hh_l0)
-        module.bias_hh_l0.requires_grad_(False)  # noqa: FBT003 - torch's own signature
+        bias: Any = module.bias_hh_l0
+        nn.init.zeros_(bias).requires_grad_(False)  # noqa: FBT003 - torch's own signature
