@@ -317,7 +317,8 @@ def _input(body: Mapping[str, Any]) -> Input:
 
 
 def _node(body: Mapping[str, Any]) -> Node:
-    node = Node(**{**body, "inputs": tuple(body["inputs"])})
+    settings: dict[str, Any] = {**body, "inputs": tuple(body["inputs"])}
+    node = Node(**settings)
     for text in (
         node.name,
         node.operation,

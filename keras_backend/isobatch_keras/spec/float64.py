@@ -124,11 +124,11 @@ def _repeat(call: Call, values: dict[str, Any], copies: dict[int, Any], coarse: 
     given = keras.tree.flatten((call.args, dict(call.kwargs)))
     if any(isinstance(one, Ref) and one not in values for one in given):
         return  # inside a layer that is run as a whole
+    args, kwargs = _filled((call.args, dict(call.kwargs)), values)
     try:
         if id(call.operation) not in copies:
             copies[id(call.operation)] = _copy(call)
         operation = copies[id(call.operation)]
-        args, kwargs = _filled((call.args, dict(call.kwargs)), values)
         outputs = keras.tree.flatten(operation(*args, **kwargs))
         _match_weights(call, operation)
     except Refusal:

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage]
+from torch.nn.modules.conv import _ConvNd  # pyright: ignore[reportPrivateUsage]
 
 from isobatch.spec import Node
 from isobatch_torch.spec.build import Twin, module_path
@@ -17,7 +19,7 @@ from isobatch_torch.spec.weights import Array
 
 __all__ = ["evaluate_paired"]
 
-_CHANNELS_FIRST = (nn.modules.conv._ConvNd, nn.modules.batchnorm._BatchNorm, nn.GroupNorm, nn.PReLU)  # noqa: SLF001
+_CHANNELS_FIRST = (_ConvNd, _BatchNorm, nn.GroupNorm, nn.PReLU)
 _AS_THEY_ARE = (nn.Linear, nn.LayerNorm, nn.Embedding, nn.LSTM, nn.GRU, nn.RNN)
 
 

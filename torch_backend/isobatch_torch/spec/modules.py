@@ -59,9 +59,9 @@ class EinsumDense(nn.Module):
 class Embedding(nn.Embedding):
     """Rows of a table; indices may be of any type."""
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return `(*x.shape, out)`."""
-        return super().forward(x.long())
+    def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - as the base class has it
+        """Return `(*input.shape, out)`."""
+        return super().forward(input.long())
 
 
 class Constant(nn.Module):
@@ -187,7 +187,7 @@ def _batch_norm(at: dict[str, Any], shapes: Shapes) -> nn.Module:
 def _layer_norm(at: dict[str, Any], shapes: Shapes) -> nn.Module:
     shape = shapes.get("gamma", shapes.get("beta", ()))
     if at["axes"] == [-1] and "gamma" in shapes:
-        return nn.LayerNorm(tuple(shape), at["epsilon"], bias="beta" in shapes)
+        return nn.LayerNorm(list(shape), at["epsilon"], bias="beta" in shapes)
     return LayerNorm(shape, at["axes"], at["epsilon"], **_affine(shapes))
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage]
 
 __all__ = ["BatchNorm", "GroupNorm", "LayerNorm", "RMSNorm", "Standardize"]
 
@@ -35,8 +35,9 @@ class BatchNorm(_BatchNorm):
         if not center:
             self.register_parameter("bias", None)
 
-    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(self, input: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:  # noqa: A002 - as the base class has it
         """Return an array of the same shape; positions that the mask leaves out do not count."""
+        x = input
         rows = x.movedim(self.axis, -1).reshape(-1, self.num_features)
         if self.training:
             if mask is None:
@@ -49,11 +50,12 @@ class BatchNorm(_BatchNorm):
         shape = [1] * x.dim()
         shape[self.axis] = self.num_features
         factor = torch.rsqrt(var + self.eps)
-        if self.weight is not None:
-            factor = factor * self.weight
+        weight, bias = self._parameters["weight"], self._parameters["bias"]
+        if weight is not None:
+            factor = factor * weight
         offset = -mean * factor
-        if self.bias is not None:
-            offset = offset + self.bias
+        if bias is not None:
+            offset = offset + bias
         return x * factor.reshape(shape) + offset.reshape(shape)
 
     @torch.no_grad()

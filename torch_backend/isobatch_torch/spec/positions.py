@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
 from torch import nn
+from torch.nn.modules.conv import _ConvNd  # pyright: ignore[reportPrivateUsage]
 
 from isobatch.errors import SpecError
 
@@ -59,7 +60,7 @@ def pad_positions(x: torch.Tensor, padding: str, windows: Any, value: float = 0.
     return F.pad(x, [width for pair in reversed(widths) for width in pair], value=value)
 
 
-class Conv(nn.modules.conv._ConvNd):  # noqa: SLF001 - the base class of Conv1d, Conv2d and Conv3d
+class Conv(_ConvNd):
     """A convolution with Keras's padding, over `(B, *positions, in)`.
 
     Args:
