@@ -13,6 +13,7 @@ pytest.importorskip("keras")
 GUIDE = Path(__file__).parent.parent / "docs" / "migrating-from-multi_gpu_model.md"
 
 
+@pytest.mark.slow
 def test_every_block_runs(tmp_path):
     blocks = re.findall(r"```python\n(.*?)```", GUIDE.read_text(), re.DOTALL)
     assert len(blocks) >= 8

@@ -108,6 +108,7 @@ print("done")
 """
 
 
+@pytest.mark.slow
 def test_everything_that_keras_2_tested():
     done = python(["-c", PROGRAM], ISOBATCH_VIRTUAL_GPUS="8")
     assert done.stdout == "done\n", done.stderr
@@ -143,6 +144,7 @@ print(*isobatch.data_parallel(model).devices)
     assert done.stdout == "['4 replicas share cpu:0, because'] cpu:0 cpu:0 cpu:0 cpu:0\ncpu:0\n", done.stderr
 
 
+@pytest.mark.slow
 def test_a_wrong_number_of_stand_ins_is_refused():
     done = python(["-c", "import isobatch_keras"], ISOBATCH_VIRTUAL_GPUS="many")
     assert "DeviceError: Expected ISOBATCH_VIRTUAL_GPUS to be a number, got 'many'." in done.stderr

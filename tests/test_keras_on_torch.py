@@ -131,6 +131,7 @@ print("done")
 """
 
 
+@pytest.mark.slow
 def test_the_torch_backend(tmp_path):
     path = os.pathsep.join(root for root in sys.path if root)
     done = subprocess.run(
@@ -152,5 +153,7 @@ def test_another_backend_is_refused_clearly(monkeypatch):
 
     model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
     monkeypatch.setattr(keras.config, "backend", lambda: "jax")
-    with pytest.raises(isobatch.BackendError, match="Expected Keras to run on tensorflow or torch, it runs on jax"):
+    with pytest.raises(
+        isobatch.BackendError, match="Expected Keras to run on tensorflow or torch, it runs on jax"
+    ):
         isobatch.data_parallel(model, 2)

@@ -30,7 +30,9 @@ def test_unbuilt_models():
             return self.dense(x)
 
     for model in (keras.Sequential([layers.Dense(2)]), Later()):
-        with pytest.raises(isobatch.ModelError, match=r"Expected a built model, got '\w+'.*call the model once"):
+        with pytest.raises(
+            isobatch.ModelError, match=r"Expected a built model, got '\w+'.*call the model once"
+        ):
             isobatch.data_parallel(model, TWO)
 
 
@@ -61,7 +63,9 @@ def test_layers_and_things_that_are_no_model():
         isobatch.data_parallel(tf.Module(), TWO)
 
 
-@pytest.mark.parametrize("options", [{"policy": "fair"}, {"policy": (1, 2, 3)}, {"state": "last"}, {"broadcast": "x"}])
+@pytest.mark.parametrize(
+    "options", [{"policy": "fair"}, {"policy": (1, 2, 3)}, {"state": "last"}, {"broadcast": "x"}]
+)
 def test_options(options):
     with pytest.raises(ValueError, match="Expected"):
         isobatch.data_parallel(mlp(), TWO, **options)
@@ -114,7 +118,9 @@ def test_inputs_of_different_lengths():
     with pytest.raises(isobatch.BatchSizeError, match=r"(?s)inputs\[0\]: 4 rows.*inputs\[1\]: 3 rows"):
         parallel([numbers(4, 4), numbers(3, 4)])
     traced = tf.function(parallel, input_signature=[[tf.TensorSpec((None, 4))] * 2])
-    with pytest.raises(tf.errors.InvalidArgumentError, match=r"same number of rows as inputs\[0\], not so: inputs\[1\]"):
+    with pytest.raises(
+        tf.errors.InvalidArgumentError, match=r"same number of rows as inputs\[0\], not so: inputs\[1\]"
+    ):
         traced([numbers(4, 4), numbers(3, 4)])
 
 

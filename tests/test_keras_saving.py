@@ -68,7 +68,12 @@ def subclassed():
 MODELS = {"functional": functional, "sequential": sequential, "subclassed": subclassed}
 
 
-@pytest.fixture(params=MODELS)
+@pytest.fixture(
+    params=[
+        "functional",
+        *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("sequential", "subclassed")),
+    ]
+)
 def trained(request):
     """A template, its wrapper after some steps of Adam, and what it answers."""
     keras.utils.set_random_seed(0)

@@ -173,10 +173,14 @@ def test_weights_assigned_in_the_forward_pass_are_trained_on(replicas):
     results = []
     for parallel in (False, True):
         keras.utils.set_random_seed(0)
-        model = keras.Sequential([keras.Input((4,)), layers.SpectralNormalization(layers.Dense(3)), layers.Dense(2)])
+        model = keras.Sequential(
+            [keras.Input((4,)), layers.SpectralNormalization(layers.Dense(3)), layers.Dense(2)]
+        )
         trained = parallel_of(model, replicas) if parallel else model
         trained.compile("sgd", "mse")
-        results.append([trained.train_on_batch(x[:rows], y[:rows]) for rows in (7, 2, 7)] + model.get_weights())
+        results.append(
+            [trained.train_on_batch(x[:rows], y[:rows]) for rows in (7, 2, 7)] + model.get_weights()
+        )
     assert gap(*results) < GAP
 
 

@@ -21,9 +21,9 @@ _UNSAVED = {"_operations", "_operations_by_depth", "_replicated", "operations", 
 """Where Keras would find the replicas, or the template a second time, when it looks for what to save."""
 
 if TYPE_CHECKING:
-    _Base = keras.Model
+    from keras import Model as _Base
 else:
-    _Base = object
+    _Base = object  # the classes that use this one derive from a keras.Model themselves
 
 
 class Mirror(_Base):
@@ -64,9 +64,10 @@ class Mirror(_Base):
     def layers(self) -> list[keras.layers.Layer]:
         """The template's layers."""
         setup = self.__dict__.get("__setup")
-        return super().layers if setup is None else setup.template.layers
+        layers: list[keras.layers.Layer] = super().layers if setup is None else setup.template.layers
+        return layers
 
-    @property
+    @property  # type: ignore[misc]
     def __class__(self) -> type:  # pyright: ignore[reportIncompatibleMethodOverride]
         setup = self.__dict__.get("__setup")
         return type(self) if setup is None else type(setup.template)
@@ -86,11 +87,13 @@ class Mirror(_Base):
 
     def get_config(self) -> dict[str, Any]:
         """Return the template's configuration."""
-        return self.template.get_config()
+        config: dict[str, Any] = self.template.get_config()
+        return config
 
     def get_build_config(self) -> dict[str, Any] | None:
         """Return the template's build configuration."""
-        return self.template.get_build_config()
+        config: dict[str, Any] | None = self.template.get_build_config()
+        return config
 
     def call_method(self, name: str, *args: Any, **kwargs: Any) -> Any:
         """Call a method of the template in parallel, as calling the model does.
@@ -111,7 +114,7 @@ class Mirror(_Base):
         return self.template.export(*args, **kwargs)
 
     def _obj_type(self) -> str:
-        return self.template._obj_type()  # noqa: SLF001 - how Keras tells what to save
+        return str(self.template._obj_type())  # noqa: SLF001 - how Keras tells what to save
 
     @property
     def _mirrored(self) -> Setup:

@@ -164,7 +164,7 @@ def _between(
 
 
 def _is_seed(variable: keras.Variable) -> bool:
-    return variable.name == "seed_generator_state"
+    return str(variable.name) == "seed_generator_state"
 
 
 def _select(size: Any, value: Any, otherwise: Any) -> Any:
