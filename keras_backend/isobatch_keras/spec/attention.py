@@ -7,7 +7,8 @@ from typing import Any
 import keras
 
 from isobatch.errors import SpecError
-from isobatch_keras.spec.walk import Emitter, Ref, Rule
+from isobatch_keras.spec.refs import Ref
+from isobatch_keras.spec.walk import Emitter, Rule
 
 __all__ = ["RULES"]
 

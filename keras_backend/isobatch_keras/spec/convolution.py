@@ -8,7 +8,8 @@ from typing import Any
 import keras
 
 from isobatch_keras.spec.activations import activate
-from isobatch_keras.spec.walk import Emitter, Ref, Rule
+from isobatch_keras.spec.refs import Ref
+from isobatch_keras.spec.walk import Emitter, Rule
 
 __all__ = ["RULES", "channels_last"]
 

@@ -18,8 +18,9 @@ import numpy as np
 
 from isobatch.errors import IsobatchError
 from isobatch.spec import Spec
+from isobatch_keras.spec.refs import Call, Ref
 from isobatch_keras.spec.rules import find_rule
-from isobatch_keras.spec.walk import Call, Ref, walk
+from isobatch_keras.spec.walk import walk
 
 __all__ = ["Record", "Refusal", "in_float64", "predict", "record"]
 

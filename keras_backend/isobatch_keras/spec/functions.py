@@ -10,7 +10,8 @@ import numpy as np
 
 from isobatch.errors import SpecError
 from isobatch_keras.spec.convolution import channels_last
-from isobatch_keras.spec.walk import Emitter, Ref, Rule
+from isobatch_keras.spec.refs import Ref
+from isobatch_keras.spec.walk import Emitter, Rule
 
 __all__ = ["RULES"]
 

@@ -9,7 +9,8 @@ import keras
 
 from isobatch.errors import SpecError
 from isobatch_keras.spec.activations import activation
-from isobatch_keras.spec.walk import Emitter, Ref, Rule
+from isobatch_keras.spec.refs import Ref
+from isobatch_keras.spec.walk import Emitter, Rule
 
 __all__ = ["RULES"]
 

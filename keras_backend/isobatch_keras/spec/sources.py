@@ -51,15 +51,16 @@ def application(name: str, size: int | None, seed: int) -> Any:
         ModelError: There is no such model, or it cannot have images of this size.
     """
     known = {one.lower(): one for one in dir(keras.applications) if one[0].isupper()}
-    if name.lower() not in known:
+    plain = name.lower().replace("_", "")  # also as Keras's own modules are named
+    if plain not in known:
         msg = f"Expected a .keras or .h5 file, module:function, or one of {', '.join(sorted(known.values()))}; got {name!r}."
         raise ModelError(msg)
     keras.utils.set_random_seed(seed)
     shape = {} if size is None else {"input_shape": (size, size, 3)}
     try:
-        model = getattr(keras.applications, known[name.lower()])(weights=None, **shape)
+        model = getattr(keras.applications, known[plain])(weights=None, **shape)
     except ValueError as error:
-        msg = f"Expected another --size than {size} for {known[name.lower()]}: {error}"
+        msg = f"Expected another --size than {size} for {known[plain]}: {error}"
         raise ModelError(msg) from None
     rng = np.random.default_rng(seed)
     for variable in model.variables:

@@ -9,53 +9,19 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Self, TypeAlias
+from typing import Any, TypeAlias
 
 import keras
-import numpy as np
-from keras.src.models.functional import Functional
 
 from isobatch.errors import ModelError, SpecError
 from isobatch.spec import Input, Node, Spec, references
+from isobatch_keras.spec.refs import Call, Ref, as_array, functional_of, input_name, packed_names, plain
 
-__all__ = ["Call", "Emitter", "Ref", "Rule", "Walk", "functional_of", "walk"]
-
-
-class Ref(str):
-    """A reference to an output of a node, with its shape; `shape` is empty where no rule needs it."""
-
-    __slots__ = ("dtype", "shape")
-    shape: tuple[int | None, ...]
-    dtype: str
-
-    def __new__(cls, name: str, shape: Sequence[int | None] = (), dtype: str = "float32") -> Self:
-        """Make a reference."""
-        self = super().__new__(cls, name)
-        self.shape, self.dtype = tuple(shape), dtype
-        return self
+__all__ = ["Emitter", "Rule", "Walk", "walk"]
 
 
 Rule: TypeAlias = Callable[..., "Ref | Sequence[Ref]"]
 """Called with an `Emitter`, the layer or operation, and the arguments of the call, references in place of arrays."""
-
-
-@dataclass(frozen=True, slots=True)
-class Call:
-    """One call of a layer or operation of the model, as it can be repeated.
-
-    Args:
-        path: The layer's path.
-        operation: What is called.
-        args: Positional arguments, references in place of arrays.
-        kwargs: Arguments by name, likewise.
-        outputs: References to what comes back, flat.
-    """
-
-    path: str
-    operation: Any
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
-    outputs: tuple[Ref, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -306,9 +272,9 @@ class Emitter:
             Node(
                 name,
                 operation,
-                tuple(one if isinstance(one, Ref) else _plain(one) for one in inputs),
+                tuple(one if isinstance(one, Ref) else plain(one) for one in inputs),
                 {key: ref for key, ref in (keywords or {}).items() if ref is not None},
-                _plain(attributes),
+                plain(attributes),
                 keys,
                 self.layer,
                 module,
@@ -347,7 +313,7 @@ def walk(model: Any, find_rule: Callable[[Any], Rule | None]) -> tuple[Walk, Spe
         raise ModelError(msg)
     found = Walk(find_rule)
     inputs = [
-        Input(found.fresh(_input_name(tensor)), tuple(tensor.shape[1:]), str(tensor.dtype))
+        Input(found.fresh(input_name(tensor)), tuple(tensor.shape[1:]), str(tensor.dtype))
         for tensor in functional.inputs
     ]
     values = [
@@ -364,28 +330,13 @@ def walk(model: Any, find_rule: Callable[[Any], Rule | None]) -> tuple[Walk, Spe
     return found, _spec(model.name, inputs, found, functional, [value.ref for value in outputs])
 
 
-def functional_of(operation: Any) -> Any:
-    """Return the graph of a model; `None` for what is no model, or computes something else than its graph.
-
-    Args:
-        operation: Any layer or operation.
-    """
-    if not isinstance(operation, keras.Model):
-        return None
-    if isinstance(operation, keras.Sequential):
-        return operation._functional if type(operation).call is keras.Sequential.call else None  # noqa: SLF001
-    return (
-        operation if isinstance(operation, Functional) and type(operation).call is Functional.call else None
-    )
-
-
 def _spec(name: str, inputs: list[Input], found: Walk, functional: Any, outputs: list[Ref]) -> Spec:
     nodes = _reachable(found.nodes, outputs)
     keys = {key for node in nodes for key in node.weights.values()}
     found.variables = {key: variable for key, variable in found.variables.items() if key in keys}
-    tensors = {key: _array(variable) for key, variable in found.variables.items()}
-    signature = _jsonable(functional._inputs_struct, [one.name for one in inputs])  # noqa: SLF001 - how the model is called
-    result = _jsonable(functional._outputs_struct, [str(ref) for ref in outputs])  # noqa: SLF001
+    tensors = {key: as_array(variable) for key, variable in found.variables.items()}
+    signature = packed_names(functional._inputs_struct, [one.name for one in inputs])  # noqa: SLF001 - how the model is called
+    result = packed_names(functional._outputs_struct, [str(ref) for ref in outputs])  # noqa: SLF001
     return Spec(name, tuple(inputs), tuple(nodes), result, tensors, signature).check()
 
 
@@ -403,36 +354,6 @@ def _reachable(nodes: Sequence[Node], outputs: Sequence[str]) -> list[Node]:
     return kept[::-1]
 
 
-def _array(variable: Any) -> np.ndarray[Any, Any]:
-    array = np.asarray(variable.numpy() if isinstance(variable, keras.Variable) else variable)
-    return array.astype(np.float32) if array.dtype.name == "bfloat16" else array
-
-
-def _jsonable(structure: Any, names: list[str]) -> Any:
-    packed = keras.tree.pack_sequence_as(structure, names)
-    return _lists(packed)
-
-
-def _lists(nest: Any) -> Any:
-    if isinstance(nest, Mapping):
-        return {str(key): _lists(value) for key, value in nest.items()}
-    return [_lists(value) for value in nest] if isinstance(nest, list | tuple) else nest
-
-
-def _plain(value: Any) -> Any:
-    """A setting as JSON has it."""
-    if isinstance(value, Mapping):
-        return {str(key): _plain(one) for key, one in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(one) for one in value]
-    if isinstance(value, np.ndarray | np.generic):
-        return value.tolist()
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    msg = f"Expected a setting that JSON can hold, got {value!r}."
-    raise SpecError(msg)
-
-
 def _map_tensors(function: Callable[[Any], Any], nest: Any) -> Any:
     return keras.tree.map_structure(
         lambda one: function(one) if isinstance(one, keras.KerasTensor) else one, nest
@@ -445,8 +366,3 @@ def _map_values(function: Callable[[_Value], Any], nest: Any) -> Any:
 
 def _has_values(nest: Any) -> bool:
     return any(isinstance(one, _Value) for one in keras.tree.flatten(nest))
-
-
-def _input_name(tensor: Any) -> str:
-    """The name of the layer the input came from: the tensor's own is a number if the user gave none."""
-    return str(tensor._keras_history.operation.name).replace(".", "_").replace(":", "_")  # noqa: SLF001
