@@ -342,3 +342,15 @@ def test_hostile_shapes_give_our_error():
 
 def test_public_names():
     assert isobatch_torch.from_spec is from_spec
+
+
+def test_replicas_of_a_twin_pool_their_statistics_as_those_of_keras_do():
+    image = keras.Input((4, 3, 2), dtype="float64")
+    model = keras.Model(image, L.BatchNormalization(momentum=0.9, name="bn", dtype="float64")(image))
+    twin = isobatch.twin(model).double()
+    devices = ["cpu:0", "cpu:1"]
+    x = np.random.default_rng(0).standard_normal((5, 4, 3, 2))
+    isobatch.data_parallel(model, devices)(x, training=True)
+    isobatch.data_parallel(twin, devices).train()(torch.tensor(x))
+    np.testing.assert_allclose(twin.bn.running_mean, model.get_layer("bn").moving_mean.numpy(), atol=1e-12)
+    np.testing.assert_allclose(twin.bn.running_var, model.get_layer("bn").moving_variance.numpy(), atol=1e-12)

@@ -22,7 +22,7 @@ class Statistics:
     Args:
         count: Values a channel's statistics were taken from: rows times positions, for instance normalisation rows alone.
         mean: Mean of each channel.
-        var: Variance of each channel, unbiased.
+        var: Variance of each channel, unbiased unless the layer's `correction` is 0.
     """
 
     count: int
@@ -91,15 +91,20 @@ def merge_statistics(calls: Sequence[tuple[nn.Module, Sequence[Statistics]]]) ->
     groups: dict[Any, list[tuple[Any, Sequence[Statistics]]]] = {}
     for layer, parts in calls:
         mean = parts[0].mean
-        kind = (isinstance(layer, BatchNorm), _factor(layer), mean.dtype, mean.device, len(parts))
+        kind = (_correction(layer), _factor(layer), mean.dtype, mean.device, len(parts))
         groups.setdefault(kind, []).append((layer, parts))
-    for (pooled, factor, *_), group in groups.items():
-        mean, var = _pool([parts for _, parts in group], pooled=pooled)
+    for (correction, factor, *_), group in groups.items():
+        mean, var = _pool([parts for _, parts in group], correction)
         _update([layer.running_mean for layer, _ in group], mean, factor)
         _update([layer.running_var for layer, _ in group], var, factor)
         for layer, _ in group:
-            if pooled and layer.num_batches_tracked is not None:
+            if correction is not None and layer.num_batches_tracked is not None:
                 layer.num_batches_tracked.add_(1)
+
+
+def _correction(layer: Any) -> int | None:
+    """Return what the layer takes off a count before it divides by it: 0 for a biased variance; `None` for one per instance."""
+    return int(getattr(layer, "correction", 1)) if isinstance(layer, BatchNorm) else None
 
 
 def _factor(layer: Any) -> float:
@@ -117,7 +122,9 @@ def _update(running: list[torch.Tensor], values: torch.Tensor, factor: float) ->
     move_towards(running, [part.to(running[0]) for part in parts], factor)
 
 
-def _pool(layers: Sequence[Sequence[Statistics]], *, pooled: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def _pool(
+    layers: Sequence[Sequence[Statistics]], correction: int | None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Return mean and variance over all replicas, for all channels of all layers in a row; computed in float64."""
     device = layers[0][0].mean.device
     channels = torch.tensor([len(parts[0].mean) for parts in layers], device=device)
@@ -134,7 +141,7 @@ def _pool(layers: Sequence[Sequence[Statistics]], *, pooled: bool) -> tuple[torc
     ).double()
     total = count.sum(1)
     mean = (count * means).sum(1) / total
-    if not pooled:
+    if correction is None:
         return mean, (count * variances).sum(1) / total
     between = (count * (means - mean[:, None]).square()).sum(1)
-    return mean, (((count - 1) * variances).sum(1) + between) / (total - 1).clamp(min=1)
+    return mean, (((count - correction) * variances).sum(1) + between) / (total - correction).clamp(min=1)

@@ -25,6 +25,8 @@ class BatchNorm(_BatchNorm):
         center: Whether there is a `bias`.
     """
 
+    correction = 0  # of the variance; replicas pool it by this
+
     def __init__(
         self, num_features: int, axis: int, eps: float, momentum: float, *, scale: bool, center: bool
     ) -> None:
