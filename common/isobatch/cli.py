@@ -10,8 +10,7 @@ import logging
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -149,7 +148,8 @@ def _model_parity(
     from isobatch.html import render_html
     from isobatch.report import print_model_report, progress_bar
 
-    with progress_bar() as progress, _quiet_start():
+    with progress_bar() as progress:
+        _start("torch", "keras")
         report = run_model(progress=progress, **options)
     print_model_report(report)
     json_file, html_file = files
@@ -173,8 +173,8 @@ def twin(
     """Write a Keras MODEL so that isobatch_torch.from_spec builds it in torch on a machine without Keras."""
     from isobatch.model_parity import write_twin
 
-    with _quiet_start():
-        spec = write_twin(model, output, size)
+    _start("keras")
+    spec = write_twin(model, output, size)
     count = sum(tensor.size for tensor in spec.tensors.values())
     sys.stdout.write(f"{spec.name}: {len(spec.nodes)} operations and {count:,} weights in {output}\n")
     return 0
@@ -203,9 +203,7 @@ def _digits_parity(
         msg = f"Expected --batch-sizes of at most {len(images.test)}, the number of test images, got {max(batches)}."
         raise _WrongUseError(msg)
     with progress_bar() as progress:
-        with _quiet_start():
-            for name in ("torch", "keras"):  # torch must be loaded before TensorFlow
-                get_backend(name).devices()
+        _start("torch", "keras")  # in this order: torch must be loaded before TensorFlow
         report = run(images, counts, batches, seed=seed, progress=progress)
     print_report(report)
     if json_file is not None:
@@ -224,18 +222,15 @@ def devices() -> int:
             "No framework is installed. Cure: pip install 'isobatch[keras]', 'isobatch[torch]' or 'isobatch[all]'.\n"
         )
         return 0
-    with _quiet_start():
-        rows = [
-            _describe(name) for name in reversed(names)
-        ]  # torch first: it must be loaded before TensorFlow
+    _start(*reversed(names))  # torch first: it must be loaded before TensorFlow
+    rows = [_describe(name) for name in reversed(names)]
     table = devices_table(rows)
     console(table).print(table)
     return 0
 
 
-@contextmanager
-def _quiet_start() -> Generator[None, None, None]:
-    """Hold back what is written to the process's standard error while a framework starts; show it if the start fails.
+def _start(*names: str) -> None:
+    """Load frameworks, and hold back what they write to the process's standard error meanwhile; show it if that fails.
 
     TensorFlow 2.21 logs from C++ before it has read TF_CPP_MIN_LOG_LEVEL.
     """
@@ -247,10 +242,11 @@ def _quiet_start() -> Generator[None, None, None]:
     with tempfile.TemporaryFile() as held:
         os.dup2(held.fileno(), 2)
         try:
-            yield
-        except Exception:
+            for name in names:
+                get_backend(name).devices()
+        except Exception as error:
             held.seek(0)
-            os.write(screen, held.read())
+            os.write(screen, b"" if isinstance(error, IsobatchError) else held.read())
             raise
         finally:
             os.dup2(screen, 2)
