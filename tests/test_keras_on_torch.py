@@ -4,6 +4,7 @@ Keras chooses its backend once in a process, so all of it runs in one of its own
 """
 
 import os
+import pathlib
 import subprocess
 import sys
 
@@ -157,3 +158,28 @@ def test_another_backend_is_refused_clearly(monkeypatch):
         isobatch.BackendError, match="Expected Keras to run on tensorflow or torch, it runs on jax"
     ):
         isobatch.data_parallel(model, 2)
+
+
+@pytest.mark.slow
+def test_the_contract_of_both_backends_holds_there_too():
+    tests = [str(path) for path in sorted(pathlib.Path(__file__).parent.glob("test_contract_*.py"))]
+    done = subprocess.run(
+        # Keras 3.15 turns tensors into numpy arrays in a way that numpy 2 deprecates.
+        [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "--backends",
+            "keras",
+            "-W",
+            "default::DeprecationWarning",
+            *tests,
+        ],
+        env={**os.environ, "KERAS_BACKEND": "torch"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout
+    assert " failed" not in done.stdout
