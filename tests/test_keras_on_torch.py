@@ -182,4 +182,3 @@ def test_the_contract_of_both_backends_holds_there_too():
         check=False,
     )
     assert done.returncode == 0, done.stdout
-    assert " failed" not in done.stdout
