@@ -175,7 +175,7 @@ class KerasKit(Kit):
 
     def state(self, model):
         layer = model.get_layer("norm")
-        return self.numpy([layer.moving_mean.value, layer.moving_variance.value])
+        return self.numpy([self.array(layer.moving_mean), self.array(layer.moving_variance)])
 
     def dropout(self, seed, replicas, x):
         import keras
