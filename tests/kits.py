@@ -175,7 +175,8 @@ class KerasKit(Kit):
 
     def state(self, model):
         layer = model.get_layer("norm")
-        return self.numpy([self.array(layer.moving_mean), self.array(layer.moving_variance)])
+        # Plus 0 makes a tensor of a TensorFlow variable, which numpy 2 cannot read without a warning.
+        return self.numpy([layer.moving_mean + 0, layer.moving_variance + 0])
 
     def dropout(self, seed, replicas, x):
         import keras
