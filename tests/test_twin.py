@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import re
 
 import keras
 import numpy as np
@@ -62,7 +63,10 @@ def images(rows=3):
 def test_children_have_the_names_of_the_keras_layers_and_torch_has_its_own_parameter_names():
     twin = isobatch.twin(convnet())
     children = dict(twin.named_children())
-    assert list(children) == [
+    names = [
+        re.sub(r"^multiply_\d+$", "multiply", name) for name in children
+    ]  # Keras numbers what has no name
+    assert names == [
         "conv1",
         "bn1",
         "relu1",

@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from isobatch.errors import DataError, ModelError
-from isobatch.parallel import virtual_devices
-from isobatch.parity import finite, versions
+from isobatch.parity import finite, make_room, versions
 from isobatch.registry import get_backend
 from isobatch.spec import Spec
 from isobatch.verdict import Verdict, judge
@@ -106,7 +105,7 @@ def run_model(
     for framework in ("torch", "keras"):
         get_backend(framework)
     if replicas:
-        virtual_devices(max(replicas))
+        make_room(max(replicas))
     lap("start", f"loading {name}", 0.1)
     model = load_keras_model(name, size, seed)
     lap("model", "building the twin", 0.2)

@@ -6,6 +6,7 @@ framework's own rounding error.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import math
 import platform
@@ -18,14 +19,26 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from isobatch.compare import Comparison, compare
 from isobatch.digits import Images
-from isobatch.errors import DataError
+from isobatch.errors import DataError, DeviceError
+from isobatch.parallel import virtual_devices
 from isobatch.registry import get_backend
 from isobatch.rows import split_sizes
 
 if TYPE_CHECKING:
     import numpy as np
 
-__all__ = ["Case", "Network", "Report", "Weights", "allowed_gap", "compare_networks", "run"]
+__all__ = [
+    "Case",
+    "Network",
+    "Report",
+    "Weights",
+    "allowed_gap",
+    "compare_networks",
+    "finite",
+    "make_room",
+    "run",
+    "versions",
+]
 
 Weights: TypeAlias = "Mapping[str, np.ndarray[Any, Any]]"
 Progress: TypeAlias = Callable[[str, float], None]
@@ -139,8 +152,7 @@ def run(
     _check_request(replicas, batches, len(images.test))
     # torch first: with both in one process it must be loaded before TensorFlow.
     references = {name: _reference(name) for name in reversed(FRAMEWORKS)}
-    get_backend("keras")
-    importlib.import_module("isobatch_keras").virtual_devices(max(replicas))
+    make_room(max(replicas))
     weights: Weights = references["keras"].train(
         images,
         replicas=min(2, max(replicas)),
@@ -232,6 +244,16 @@ def compare_networks(
             )
     progress("done", 1.0)
     return cases, allowed
+
+
+def make_room(replicas: int) -> None:
+    """Have a logical CPU device for each replica; where TensorFlow runs already, replicas share those that there are.
+
+    Args:
+        replicas: How many.
+    """
+    with contextlib.suppress(DeviceError):
+        virtual_devices(replicas)
 
 
 def allowed_gap(terms: int, precision: str) -> float:
