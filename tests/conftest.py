@@ -32,9 +32,9 @@ def pytest_configure(config):
         msg = f"--backends asks for {', '.join(missing)}, which cannot be tested here: not installed, or none of {NAMES}."
         raise pytest.UsageError(msg)
     config.isobatch_backends = asked or [name for name in NAMES if _installed(name)]
-    if _installed("torch"):
+    if "torch" in config.isobatch_backends:
         import torch  # noqa: F401 - with both in one process it must be loaded before TensorFlow
-    if _installed("keras"):
+    if "keras" in config.isobatch_backends:
         import isobatch
 
         isobatch.virtual_devices(CPU_DEVICES)

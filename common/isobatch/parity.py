@@ -335,6 +335,7 @@ def _reference(name: str) -> Any:
 
 
 def versions() -> dict[str, str]:
+    """Return the versions of Python, the frameworks and this library, by name."""
     names = [name for name in ("isobatch", "keras", "tensorflow", "torch", "numpy") if _version(name)]
     return {
         "python": platform.python_version(),
