@@ -66,6 +66,7 @@ def test_requests(request_, visible, expected):
     [
         (3, r"devices=3: gpu:2 absent. Found: gpu:0, gpu:1, cpu:0"),
         (["gpu:7"], r"gpu:7 absent. Found: gpu:0, gpu:1, cpu:0"),
+        ([Device("cpu"), Device("gpu", 7)], r"got devices=\['cpu:0', 'gpu:7'\]: gpu:7 absent"),
         ("tpu:0", "tpu:0 absent"),
         (0, "1 or more devices, got devices=0"),
         (-2, "1 or more devices"),

@@ -117,8 +117,9 @@ def resolve_devices(request: DeviceRequest, visible: Sequence[Device]) -> tuple[
     absent = [str(device) for device in devices if device.kind != "cpu" and device not in accelerators]
     if absent:
         found = ", ".join(map(str, visible)) or "none"
+        asked = request if isinstance(request, SupportsIndex) else list(map(str, entries))
         msg = (
-            f"Expected devices that this process sees, got devices={request!r}: {', '.join(absent)} absent. Found: {found}. "
+            f"Expected devices that this process sees, got devices={asked!r}: {', '.join(absent)} absent. Found: {found}. "
             "Ask for fewer, for CPU replicas by name (devices=['cpu:0', 'cpu:1']), or check the driver and which devices are hidden."
         )
         raise DeviceError(msg)
