@@ -214,3 +214,20 @@ def test_scatter_and_gather_are_inverse(batch):
     assert out["names"] == names
     assert out["same"] == 2
     assert out["mean"] == pytest.approx(x.mean() if batch else 0)
+
+
+def test_plain_numbers_that_differ_say_what_to_return():
+    with pytest.raises(StructureError, match="has to be a 0-d array"):
+        gather({"accuracy": 0.5}, {"accuracy": 0.25}, sizes=[3, 2])
+
+
+def test_what_cannot_be_compared_is_a_type_error_with_its_path():
+    class Odd:
+        def __eq__(self, other):
+            msg = "no order"
+            raise RuntimeError(msg)
+
+        __hash__ = None
+
+    with pytest.raises(LeafTypeError, match=r"a Odd at output\[0\]: no order"):
+        gather([Odd()], [Odd()], sizes=[3, 2])

@@ -114,6 +114,7 @@ def test_everything_that_keras_2_tested():
     assert done.stdout == "done\n", done.stderr
 
 
+@pytest.mark.slow
 def test_virtual_devices_too_late():
     program = """
 import keras
@@ -128,6 +129,7 @@ isobatch.virtual_devices(4)
     )
 
 
+@pytest.mark.slow
 def test_too_few_logical_devices_are_shared_and_said():
     program = """
 import warnings, keras, numpy as np, isobatch

@@ -127,6 +127,7 @@ def test_plain_keras_goes_on_training(trained, tmp_path):
     model.fit(X, Y, verbose=0)
 
 
+@pytest.mark.slow
 def test_a_fresh_process_without_this_library_opens_it(tmp_path):
     keras.utils.set_random_seed(0)
     model = functional()

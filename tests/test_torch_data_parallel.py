@@ -184,6 +184,7 @@ def test_small_back():
     assert_close(data_parallel(layer, x, [0, 1]), layer(x))
 
 
+@pytest.mark.slow
 def test_no_reference_cycles():
     class Net(nn.Module):
         def __init__(self):

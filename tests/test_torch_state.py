@@ -367,3 +367,21 @@ def test_running_statistics_seen_by_hooks_are_the_templates():
     )
     DataParallel(norm, 2)(torch.randn(8, 3))
     assert seen == [(0.1, 3.0)] * 2
+
+
+def test_a_norm_with_a_forward_of_its_own_is_averaged_by_rows():
+    class Own(nn.BatchNorm1d):
+        def forward(self, x):
+            return nn.functional.batch_norm(
+                x, self.running_mean, self.running_var, training=True, momentum=0.1, eps=self.eps
+            )
+
+    x = torch.randn(9, 4, dtype=torch.float64)
+    parts = [Own(4, momentum=0.7).double() for _ in range(3)]
+    for part, rows in zip(parts, x.split(3), strict=True):
+        part(rows)
+    net = Own(4, momentum=0.7).double()
+    DataParallel(net, 3)(x)
+    for name in ("running_mean", "running_var"):
+        expected = torch.stack([getattr(part, name) for part in parts]).mean(0)
+        torch.testing.assert_close(getattr(net, name), expected, rtol=0, atol=1e-12)

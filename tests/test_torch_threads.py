@@ -3,6 +3,7 @@
 import contextvars
 import copy
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import threading
 import time
 import warnings
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -684,3 +686,22 @@ def test_interpreter_exit(end):
         [sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, timeout=120, check=False
     )
     assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("draw", [lambda: float(np.random.rand()), random.random], ids=["numpy", "python"])  # noqa: NPY002
+def test_numbers_drawn_from_other_generators_repeat(draw):
+    class Noisy(nn.Module):
+        def forward(self, x):
+            time.sleep(1e-3 * (1 + x[0, 0].item() % 2))  # long enough to run at once, and in another order
+            for _ in range(200):
+                x = x @ torch.eye(64)
+            return x + draw()
+
+    net = DataParallel(Noisy(), 3)
+    x = torch.arange(6.0)[:, None].expand(6, 64)
+    seen = []
+    for _ in range(5):
+        np.random.seed(0)  # noqa: NPY002
+        random.seed(0)
+        seen.append(net(x))
+    assert all(torch.equal(seen[0], one) for one in seen)

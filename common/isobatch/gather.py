@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 __all__ = ["gather"]
 
+_NUMBERS = "A number that differs between replicas has to be a 0-d array, which is reduced by scalars=...."
 _COUNTS = "For counts use scalars='sum'."
 _LISTS = "It may be one entry a row, or one list for all. Return isobatch.Rows(value) or isobatch.Broadcast(value) to say which."
 _MARKS = (
@@ -177,7 +178,8 @@ class _Join:
             raise self.fault(path, values, "the same structure on every replica", hint)
         for first, *others in zip(*(row for row, _ in flat), strict=True):
             if not all(self.agree(path, first, other) for other in others):
-                raise self.fault(path, values, "the same value on every replica", hint)
+                number = isinstance(first, int | float | complex) and not isinstance(first, bool)
+                raise self.fault(path, values, "the same value on every replica", hint or _NUMBERS * number)
         return unflatten(spec, [self.place(leaf) for leaf in leaves])
 
     def flatten(self, value: Any) -> tuple[list[Any], optree.PyTreeSpec]:
@@ -198,7 +200,11 @@ class _Join:
                 "Return arrays, containers or plain values, or a dataclass of them."
             )
             raise LeafTypeError(msg)
-        return bool(a == b)
+        try:
+            return bool(a == b)
+        except Exception as error:
+            msg = f"Expected outputs that can be compared, got a {type(a).__name__} at {path_text(path, 'output')}: {error}"
+            raise LeafTypeError(msg) from error
 
     def place(self, leaf: Any) -> Any:
         return leaf if self.backend.shape(leaf) is None else self.backend.take(leaf, None, 0, self.device)

@@ -41,12 +41,15 @@ _STATE = ("running_mean", "running_var", "num_batches_tracked")
 def watch(copy: Any) -> None:
     """Make a replica's layer record its statistics, if it is one that has any.
 
-    The layer computes them itself: for the length of a call it is given empty state and a momentum of one.
+    The layer computes them itself: for the length of a call it is given empty state and a momentum of one. A class with a forward
+    of its own may not go by its momentum, so its buffers are averaged like any others, unless it says by a `correction` that it does.
 
     Args:
         copy: A module of a replica.
     """
-    if isinstance(copy, RunningNorm) and copy.track_running_stats:
+    if not isinstance(copy, RunningNorm) or not copy.track_running_stats:
+        return
+    if type(copy).forward.__module__.startswith("torch.nn.") or hasattr(copy, "correction"):
         copy.register_forward_pre_hook(_before)
         # Before those that the user added.
         copy.register_forward_hook(_after, prepend=True, always_call=True)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import random
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -32,8 +34,8 @@ def shared_generators(devices: Sequence[Device], modules: Sequence[nn.Module]) -
     return [torch.default_generator, *map(_generator, cards), *kept]
 
 
-def positions(generators: Sequence[torch.Generator]) -> list[bytes]:
-    """Return where generators stand.
+def positions(generators: Sequence[torch.Generator]) -> list[Any]:
+    """Return where generators stand, and with them those of Python and numpy, which all replicas share too.
 
     Args:
         generators: From `shared_generators`.
@@ -43,7 +45,9 @@ def positions(generators: Sequence[torch.Generator]) -> list[bytes]:
     >>> positions([torch.default_generator]) == before
     False
     """
-    return [generator.get_state().numpy().tobytes() for generator in generators]
+    numpys = np.random.get_state(legacy=False)["state"]  # noqa: NPY002 - the generator that users may draw from
+    stands = [generator.get_state().numpy().tobytes() for generator in generators]
+    return [*stands, random.getstate(), numpys["pos"], numpys["key"].tobytes()]
 
 
 def part_streams(devices: Sequence[Device]) -> None:
