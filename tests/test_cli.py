@@ -125,6 +125,16 @@ def test_devices_shows_each_framework_and_nothing_else():
 
 
 @pytest.mark.slow
+def test_the_main_job_as_it_is_in_the_readme():
+    done = run("parity")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "PASS 20 of 20 cases agree." in done.stdout
+    accuracies = re.findall(r"(?:keras|torch)(?: parallel)? (0\.\d+)", done.stdout)
+    assert len(accuracies) == 4
+    assert min(map(float, accuracies)) > 0.95
+
+
+@pytest.mark.slow
 def test_the_main_job_on_own_data_proves_and_records(tmp_path):
     report = tmp_path / "report.json"
     done = run(
