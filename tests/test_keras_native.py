@@ -544,3 +544,14 @@ def test_a_subclassed_model_trains_as_on_one_device():
         assert trained.steps > 0, "its own train_step was passed over"
         results.append(model.get_weights())
     assert gap(*results) < 1e-6
+
+
+def test_an_axis_is_asked_for_by_name_then_by_position():
+    from isobatch import Options
+    from isobatch_keras.template import functional_of, split_axes
+
+    a, b, c = (keras.Input((3, 4), name=name) for name in "abc")
+    model = keras.Model([[a, b], c], layers.Concatenate()([a, b, c]))
+    assert split_axes(functional_of(model), Options(axis={1: 2})) == [0, 0, 2]
+    assert split_axes(functional_of(model), Options(axis={0: 1, "b": 2})) == [1, 2, 0]
+    assert split_axes(functional_of(model), Options(broadcast=("b",))) == [0, None, 0]

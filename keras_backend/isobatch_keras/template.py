@@ -42,13 +42,15 @@ def split_axes(functional: Any, options: Options) -> list[int | None]:
         options: Batch axes, and inputs that are not split, by position, name or key.
     """
     axes: list[int | None] = []
-    for position, (path, tensor) in enumerate(keras.tree.flatten_with_path(functional.input)):
-        words = {position, tensor.name, *path}
+    for path, tensor in keras.tree.flatten_with_path(functional.input):
+        words = [tensor.name, *(path[:1] or (0,)), *(key for key in path[1:] if isinstance(key, str))]
         axis = options.axis
         if not isinstance(axis, int):
             axis = next((axis[word] for word in words if word in axis), 0)
         axes.append(
-            None if not words.isdisjoint(options.broadcast) or not tensor.shape else axis % len(tensor.shape)
+            None
+            if not set(words).isdisjoint(options.broadcast) or not tensor.shape
+            else axis % len(tensor.shape)
         )
     return axes
 
