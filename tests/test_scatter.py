@@ -162,3 +162,10 @@ def test_options_are_checked():
     ):
         with pytest.raises(ValueError, match=message):
             options.check(2)
+
+
+def test_the_most_particular_name_decides_the_axis():
+    state = {"hidden": np.zeros((2, 7, 5)), "rows": np.zeros((7, 5))}
+    (first, *_) = scatter(state, options=Options(axis={"hidden": 1, "state": 0, 0: 2}), names=("state",))
+    assert first.args[0]["hidden"].shape == (2, 2, 5)
+    assert first.args[0]["rows"].shape == (2, 5)

@@ -120,8 +120,8 @@ def _part(backend: Backend, leaf: Any, path: Path, options: Options, names: Sequ
     shape = backend.shape(leaf)
     if shape is None and isinstance(leaf, Iterator):
         return _Part(leaf, None, fault="an iterator")
-    words = _words(path, names) if shape else set()
-    if not shape or not words.isdisjoint(options.broadcast):
+    words = _words(path, names) if shape else []
+    if not shape or not set(words).isdisjoint(options.broadcast):
         return _Part(leaf, shape)
     axis = (
         options.axis
@@ -133,17 +133,13 @@ def _part(backend: Backend, leaf: Any, path: Path, options: Options, names: Sequ
     return _Part(leaf, shape, axis % len(shape), shape[axis])
 
 
-def _words(path: Path, names: Sequence[str]) -> set[Any]:
-    """What a leaf may be called: its argument's position and name, and the key in a mapping that is the argument."""
+def _words(path: Path, names: Sequence[str]) -> list[Any]:
+    """What a leaf may be called, the most particular first: a key in the mapping that is the argument, the argument's name, its position."""
     if not path:
-        return set()
+        return []
     argument = path[1]
-    words = (
-        {argument, *path[2:3]}
-        if isinstance(argument, str)
-        else {argument, *(p for p in path[2:3] if isinstance(p, str))}
-    )
-    return words | {names[argument]} if isinstance(argument, int) and argument < len(names) else words
+    named = [names[argument]] if isinstance(argument, int) and argument < len(names) else []
+    return [*(key for key in path[2:3] if isinstance(key, str)), *named, argument]
 
 
 def _error(parts: Sequence[_Part], paths: Sequence[Path]) -> BatchSizeError | LeafTypeError:
