@@ -2,6 +2,8 @@
 PYTHON ?= python3
 ARGS ?=
 BIN := .venv/bin
+# Two processes suit two cores; a module's tests stay in one, and TensorFlow starts once in each.
+PYTEST := $(BIN)/python -m pytest --backends keras,torch -n 2 --dist loadfile
 # Pyright would ask the network for a newer version of itself at every run.
 export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 
@@ -15,10 +17,10 @@ parity: .venv/.stamp ## Show that the two frameworks agree; ARGS="..." goes to `
 	@$(BIN)/isobatch parity $(ARGS)
 
 test: .venv/.stamp ## Run all tests and docstring examples; ARGS="..." goes to pytest
-	$(BIN)/python -m pytest --backends keras,torch $(ARGS)
+	$(PYTEST) $(ARGS)
 
 test-fast: .venv/.stamp ## Leave out the slow tests
-	$(BIN)/python -m pytest --backends keras,torch -m "not slow" $(ARGS)
+	$(PYTEST) -m "not slow" $(ARGS)
 
 check: .venv/.stamp ## Lint, formatting and types
 	$(BIN)/ruff check .
