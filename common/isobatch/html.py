@@ -1,34 +1,19 @@
-"""The report of a model's parity as one HTML file that needs nothing else."""
+"""The report of a model's parity as one HTML page."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
-from string import Template
 
 from isobatch.model_parity import ModelReport
+from isobatch.page import COLOURS, page, section, table
 from isobatch.verdict import DECADES, Closeness, LayerCheck, ParallelCheck
 
 __all__ = ["render_html"]
 
-_COLOURS = {"PASS": "#1a7f37", "FAIL": "#b42318", "INCONCLUSIVE": "#9a6700"}
 _LOWEST, _HIGHEST = -17, 1  # powers of ten that the plot of layers shows
 _WIDTH, _HEIGHT, _LEFT, _BOTTOM = 960, 260, 44, 24
-
-_PAGE = Template("""<!DOCTYPE html>
-<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>$title</title><style>
-body { font: 15px/1.5 system-ui, sans-serif; max-width: 62rem; margin: 2rem auto; padding: 0 1rem; color: #1f2328 }
-h1 { font-size: 1.5rem } h2 { font-size: 1.1rem; margin-top: 2rem } .word { color: $colour }
-table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums } th, td { text-align: left; padding: .15rem .6rem;
-border-bottom: 1px solid #d8dee4 } td.number { text-align: right } tr.wrong td { background: #ffebe9 } svg { width: 100%; height: auto }
-text { font: 11px system-ui, sans-serif; fill: #57606a } .wide { overflow-x: auto }
-</style></head><body>
-<h1>$title: <span class="word">$word</span></h1>
-<p>$summary</p>
-$sections
-</body></html>
-""")
 
 
 def render_html(report: ModelReport) -> str:
@@ -42,44 +27,25 @@ def render_html(report: ModelReport) -> str:
     """
     verdict = report.verdict
     sections = [
-        _section(
+        section(
             "Layers: gap in float64 against the floor of each",
             _layer_plot(verdict.layers) if verdict.layers else "",
         ),
-        _section("Every layer that differs", _layer_table(verdict.wrong) if verdict.wrong else ""),
-        _section(
+        section("Every layer that differs", _layer_table(verdict.wrong) if verdict.wrong else ""),
+        section(
             "In the user's precision", "" if verdict.closeness is None else _closeness(verdict.closeness)
         ),
-        _section("Over replicas, in float64", _parallel_table(verdict.parallel) if verdict.parallel else ""),
-        _section("All layers", _layer_table(verdict.layers) if verdict.layers else ""),
-        _section(
+        section("Over replicas, in float64", _parallel_table(verdict.parallel) if verdict.parallel else ""),
+        section("All layers", _layer_table(verdict.layers) if verdict.layers else ""),
+        section(
             "Times",
-            _table(("part", "seconds"), ((name, f"{value:.2f}") for name, value in report.seconds.items())),
+            table(("part", "seconds"), ((name, f"{value:.2f}") for name, value in report.seconds.items())),
         ),
-        _section("Versions", _table(("what", "version"), report.versions.items())),
+        section("Versions", table(("what", "version"), report.versions.items())),
     ]
     whole = "" if verdict.whole is None else f" Whole network: {verdict.whole}."
     summary = f"{str(verdict).splitlines()[0]}. Held against {report.module} on {report.data}.{whole}"
-    return _PAGE.substitute(
-        title=escape(f"Parity of {report.model}"),
-        word=verdict.word,
-        colour=_COLOURS[verdict.word],
-        summary=escape(summary),
-        sections="\n".join(section for section in sections if section),
-    )
-
-
-def _section(title: str, body: str) -> str:
-    return f'<h2>{escape(title)}</h2>\n<div class="wide">{body}</div>' if body else ""
-
-
-def _table(heads: Sequence[str], rows: Iterable[Sequence[str]], marked: Iterable[bool] = ()) -> str:
-    marks = iter(marked)
-    lines = [
-        f"<tr{' class=wrong' if next(marks, False) else ''}>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>"
-        for row in rows
-    ]
-    return f"<table><tr>{''.join(f'<th>{escape(head)}</th>' for head in heads)}</tr>{''.join(lines)}</table>"
+    return page(f"Parity of {report.model}", summary, sections, verdict.word)
 
 
 def _layer_table(layers: Sequence[LayerCheck]) -> str:
@@ -93,7 +59,7 @@ def _layer_table(layers: Sequence[LayerCheck]) -> str:
         )
         for one in layers
     ]
-    return _table(("layer", "operations", "gap", "floor", ""), rows, (not one.check.passed for one in layers))
+    return table(("layer", "operations", "gap", "floor", ""), rows, (not one.check.passed for one in layers))
 
 
 def _layer_plot(layers: Sequence[LayerCheck]) -> str:
@@ -103,7 +69,7 @@ def _layer_plot(layers: Sequence[LayerCheck]) -> str:
     for number, one in enumerate(layers):
         x = _LEFT + (number + 0.5) * step
         floor, gap = _up(one.check.allowed), _up(one.check.scaled)
-        colour = _COLOURS["PASS" if one.check.passed else "FAIL"]
+        colour = COLOURS["PASS" if one.check.passed else "FAIL"]
         hint = escape(f"{one.layer}: {one.check.scaled:.1e} of {one.check.allowed:.0e}")
         parts.append(
             f'<line x1="{x - step / 2:.1f}" x2="{x + step / 2:.1f}" y1="{floor:.1f}" y2="{floor:.1f}" stroke="#8c959f"/>'
@@ -167,4 +133,4 @@ def _parallel_table(runs: Sequence[ParallelCheck]) -> str:
         "torch, parallel and single",
         "Keras and torch, parallel",
     )
-    return _table(heads, rows, (not run.passed for run in runs))
+    return table(heads, rows, (not run.passed for run in runs))
