@@ -27,6 +27,7 @@ BY_NAME = {"isobatch": {"isobatch_keras", "isobatch_torch"}}
 # ... and only in these modules.
 IN_MODULES = {
     "isobatch/cli.py": {"rich", "typer"},
+    "isobatch/bench_report.py": {"rich"},
     "isobatch/report.py": {"rich", "typer"},
     "isobatch_keras/_tensorflow*.py": {"tensorflow"},
 }

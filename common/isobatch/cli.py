@@ -1,4 +1,4 @@
-"""The command line: `isobatch parity`, `isobatch twin` and `isobatch devices`.
+"""The command line: `isobatch parity`, `isobatch bench`, `isobatch twin` and `isobatch devices`.
 
 Exit codes: 0 all agree, 1 a mismatch, 2 wrong use, with one line on standard error that says what was wrong.
 """
@@ -158,6 +158,62 @@ def _model_parity(
     if html_file is not None:
         html_file.write_text(render_html(report), encoding="utf-8")
     return 0 if report.passed else 1
+
+
+@app.command()
+def bench(  # noqa: PLR0917 - typer calls it by name
+    model: Annotated[
+        str, typer.Argument(help="A .keras or .h5 file, module:function, or an application's name.")
+    ],
+    replicas: Annotated[
+        str, typer.Option(help="Numbers of replicas, separated by commas, beside the model by itself.")
+    ] = "2,4",
+    batch_sizes: Annotated[str, typer.Option(help="Rows of a call, separated by commas.")] = "32,256",
+    train: Annotated[  # noqa: FBT002 - a flag of the command line
+        bool, typer.Option("--train", help="Time steps of training rather than predictions.")
+    ] = False,
+    data: Annotated[
+        Path | None, typer.Option(help="A .npz or .npy file or a folder of images, instead of random rows.")
+    ] = None,
+    size: Annotated[
+        int | None, typer.Option(help="Height and width of an application's images.", min=1)
+    ] = None,
+    seconds: Annotated[float, typer.Option(help="How long to time each choice.", min=0.1)] = 2.0,
+    seed: Annotated[int, typer.Option(help="Of random rows and weights.", min=0)] = 0,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write everything to this file.")] = None,
+    html_file: Annotated[
+        Path | None, typer.Option("--html", help="Write a page with a plot to this file.")
+    ] = None,
+) -> int:
+    """Time a Keras MODEL and its twin in torch, alone and over replicas, and say which choice is fastest here.
+
+    Ctrl-C ends it early and shows what has been measured.
+    """
+    from isobatch.bench import run_bench
+    from isobatch.bench_report import print_bench, render_bench
+    from isobatch.report import progress_bar
+
+    _check_outputs(json_file, html_file)
+    counts, batches = _numbers(replicas, "--replicas"), _numbers(batch_sizes, "--batch-sizes")
+    with progress_bar() as progress:
+        _start("torch", "keras")
+        report = run_bench(
+            model,
+            replicas=counts,
+            batches=batches,
+            training=train,
+            data=data,
+            size=size,
+            seconds=seconds,
+            seed=seed,
+            progress=progress,
+        )
+    print_bench(report)
+    if json_file is not None:
+        json_file.write_text(json.dumps(report.as_dict(), indent=2, allow_nan=False) + "\n", encoding="utf-8")
+    if html_file is not None:
+        html_file.write_text(render_bench(report), encoding="utf-8")
+    return 0 if report.complete else _INTERRUPTED
 
 
 @app.command()
