@@ -90,6 +90,37 @@ def test_first_and_sequential_are_exact(replicas, rows, traced):
         assert gap([output[: sum(len(p) for p in seen)]], [np.concatenate(outputs)]) < GAP, policy
 
 
+def masked_norm():
+    """A BatchNorm over the words of sentences that end early, with random statistics to start from."""
+    keras.utils.set_random_seed(0)
+    model = keras.Sequential(
+        [
+            keras.Input((5,), dtype="int32"),
+            layers.Embedding(9, 3, mask_zero=True, name="conv"),
+            layers.BatchNormalization(momentum=0.9, name="norm"),
+        ]
+    )
+    rng = np.random.default_rng(1)
+    model.get_layer("norm").set_weights([rng.random(3) + 0.5 for _ in range(4)])
+    return model
+
+
+@pytest.mark.parametrize("traced", [False, True])
+@pytest.mark.parametrize(
+    ("replicas", "lengths"), [(2, [5, 1, 2, 3, 0]), (3, [0, 0, 5, 1]), (4, [2, 4]), (2, [0, 0])]
+)
+def test_a_masked_norm_pools_what_is_not_masked(replicas, lengths, traced):
+    words = np.random.default_rng(0).integers(1, 9, (len(lengths), 5))
+    words[np.arange(5) >= np.array(lengths)[:, None]] = 0
+    model, reference = masked_norm(), masked_norm()
+    train_call(parallel_of(model, replicas), tf.constant(words), traced)
+    reference(
+        words, training=True
+    )  # one forward pass of the norm: the split changes nothing in what reaches it
+    assert gap(statistics(model), statistics(reference)) < GAP
+    assert "call" not in vars(model.get_layer("norm"))
+
+
 def test_a_momentum_of_one_keeps_the_statistics():
     model = siamese(momentum=1.0)
     before = statistics(model)

@@ -12,6 +12,7 @@ from isobatch.backend import Scalars
 from isobatch.errors import LeafTypeError
 
 __all__ = [
+    "counted",
     "get_mask",
     "is_array",
     "is_traced",
@@ -112,7 +113,7 @@ def reduce(arrays: Sequence[Any], sizes: Sequence[Any], how: Scalars) -> Any:
         )
     total = sum(sizes)
     terms = [
-        _counted(a if how == "sum" else a * _share(size, total, a.dtype), size)
+        counted(a if how == "sum" else a * _share(size, total, a.dtype), size)
         for a, size in zip(arrays, sizes, strict=True)
     ]
     return terms[0] if len(terms) == 1 else sum(terms[1:], terms[0])
@@ -148,5 +149,6 @@ def _share(size: Any, total: Any, dtype: Any) -> Any:
     return size / total if total else 1.0
 
 
-def _counted(value: Any, size: Any) -> Any:
+def counted(value: Any, size: Any) -> Any:
+    """Return an array, or zeros where `size` turns out to be 0."""
     return keras.ops.where(size > 0, value, keras.ops.zeros_like(value)) if is_traced(size) else value

@@ -17,10 +17,10 @@ from isobatch_keras import arrays
 from isobatch_keras.devices import resolve, scope, visible_devices
 from isobatch_keras.gathering import Joining
 from isobatch_keras.mirror import adopt_compilation
+from isobatch_keras.norms import norms_of
 from isobatch_keras.parallel import parallelize
 from isobatch_keras.replica import run
 from isobatch_keras.state import Outcome, settle
-from isobatch_keras.template import norms_of
 
 __all__ = ["BACKEND", "KerasBackend"]
 
@@ -63,12 +63,15 @@ class KerasBackend(Backend):
     def parallel_apply(self, replicas: Sequence[Replica[Any]], shards: Sequence[Shard]) -> list[Result]:
         """Run each shard's replica, one after another, and settle the model's running state once."""
         outcomes: list[Outcome] = []
+        norms = norms_of(replicas[0].module) if replicas else []
         for shard in shards:
             module = replicas[shard.rank].module
             size = 1 if shard.rows is None else len(shard.rows)
-            outcomes.append(run(module, shard, size, outcomes[-1] if outcomes else None, "merge"))
+            outcomes.append(
+                run(module, shard, size, outcomes[-1] if outcomes else None, policy="merge", norms=norms)
+            )
         if outcomes:
-            settle(outcomes, "merge", norms_of(replicas[0].module))
+            settle(outcomes, "merge", norms)
         return [Result(outcome.shard, outcome.output) for outcome in outcomes]
 
     def data_parallel(

@@ -17,9 +17,9 @@ from isobatch_keras.arrays import is_array, shape
 from isobatch_keras.devices import scope
 from isobatch_keras.gathering import Joining, add_losses, gather_outcomes
 from isobatch_keras.layers import count_rows, share, slice_rows
+from isobatch_keras.norms import norms_of
 from isobatch_keras.replica import run
 from isobatch_keras.state import Outcome, settle
-from isobatch_keras.template import norms_of
 
 __all__ = ["Setup", "call_parallel"]
 
@@ -54,9 +54,12 @@ def call_parallel(
     """
     names = list(inspect.signature(getattr(function, "call", function)).parameters)
     outcomes: list[Outcome] = []
+    state, norms = setup.options.state, norms_of(setup.template)
     for shard, size in _deal(args, kwargs, setup, names):
-        outcomes.append(run(function, shard, size, outcomes[-1] if outcomes else None, setup.options.state))
-    settle(outcomes, setup.options.state, norms_of(setup.template))
+        outcomes.append(
+            run(function, shard, size, outcomes[-1] if outcomes else None, policy=state, norms=norms)
+        )
+    settle(outcomes, state, norms)
     add_losses(add_loss, outcomes, setup.options.scalars)
     return gather_outcomes(outcomes, setup.output_device, setup.options)
 

@@ -16,9 +16,10 @@ from isobatch.rows import Policy, row_stop
 from isobatch.trees import Broadcast
 from isobatch_keras.arrays import is_traced, length, take
 from isobatch_keras.gathering import add_losses, gather_outcomes
+from isobatch_keras.norms import norms_of
 from isobatch_keras.replica import idle, run
 from isobatch_keras.state import Outcome, settle
-from isobatch_keras.template import functional_of, norms_of
+from isobatch_keras.template import functional_of
 
 __all__ = ["Merge", "Replica", "count_rows", "no_mask", "share", "slice_rows"]
 
@@ -177,7 +178,9 @@ class Replica(keras.layers.Layer):
         shard = Shard(self.rank, self.device, bounds, total, (inputs,), {})
         if known and not size and (rows != 0 or self.rank):
             return idle(shard, previous)
-        return run(self.template, shard, size, previous, self.options.state)
+        return run(
+            self.template, shard, size, previous, policy=self.options.state, norms=norms_of(self.template)
+        )
 
     def get_config(self) -> dict[str, Any]:
         """Refuse to be cloned: a replica belongs to its model.

@@ -11,13 +11,20 @@ from isobatch.backend import Shard, StatePolicy, running
 from isobatch.trees import flatten, unflatten
 from isobatch_keras.arrays import get_mask, is_array, is_traced, set_mask
 from isobatch_keras.devices import placed
+from isobatch_keras.norms import Norm, counting
 from isobatch_keras.state import Outcome, Recording, Update, carry
 
 __all__ = ["idle", "run"]
 
 
 def run(
-    function: Callable[..., Any], shard: Shard, size: Any, previous: Outcome | None, policy: StatePolicy
+    function: Callable[..., Any],
+    shard: Shard,
+    size: Any,
+    previous: Outcome | None,
+    *,
+    policy: StatePolicy,
+    norms: Sequence[Norm],
 ) -> Outcome:
     """Call the template, or a method of it, as one replica.
 
@@ -27,6 +34,7 @@ def run(
         size: Rows of the shard, perhaps a 0-d tensor that turns out to be 0: then the shard holds one borrowed row.
         previous: What the replica of the rank before left behind.
         policy: What becomes of running state.
+        norms: The template's batch normalisations.
 
     Returns:
         What it left behind; nothing has been assigned to the template's variables.
@@ -42,7 +50,7 @@ def run(
         for i, array, mask in zip(places, arrays, masks, strict=True):
             leaves[i] = set_mask(array, mask)
         args, kwargs = unflatten(spec, leaves)
-        with recording:
+        with recording, counting(norms, recording.count):
             output = function(*args, **kwargs)
         returned.extend(flatten(output, is_array))
         return [*(leaf for leaf in returned[0] if is_array(leaf)), *recording.losses]
@@ -72,6 +80,7 @@ def run(
         unflatten(output_spec, output_masks) if any(mask is not None for mask in output_masks) else None,
         list(rest),
         updates,
+        recording.counts,
         carry(start, updates, size, policy),
     )
 

@@ -3,15 +3,15 @@
 # pyright: reportUntypedBaseClass=false
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import keras
 
 from isobatch.backend import Shard, StatePolicy
-from isobatch.errors import ModelError
 from isobatch_keras.arrays import is_traced, reduce
+from isobatch_keras.norms import Norm, pool
 
 __all__ = ["Outcome", "Recording", "carry", "settle"]
 
@@ -29,6 +29,7 @@ class Outcome:
         masks: The masks the output's leaves carry, in the same container; `None` where there is none at all.
         losses: What layers added with `add_loss`, activity regularisers included.
         updates: Variables and their new values, in the order they were assigned.
+        counts: For each call of a batch normalisation that updated it, the positions that were not masked; `None` for no mask.
         carried: Values the next replica starts from instead of the template's, by the variable's `id`.
         ran: Whether the template was called at all.
     """
@@ -39,6 +40,7 @@ class Outcome:
     masks: Any = None
     losses: Sequence[Any] = ()
     updates: Sequence[Update] = ()
+    counts: Mapping[Norm, Sequence[Any]] = field(default_factory=dict)
     carried: Mapping[int, Update] = field(default_factory=dict)
     ran: bool = True
 
@@ -61,6 +63,13 @@ class Recording(keras.StatelessScope):
         super().__init__(collect_losses=True, initialize_variables=False)
         self.state_mapping.update({key: value for key, (_, value) in start.items()})
         self.updates: list[Update] = []
+        self.counts: dict[Norm, list[Any]] = {}
+
+    def count(self, layer: Norm, positions: Callable[[], Any]) -> None:
+        """Remember on how many positions a batch normalisation was called, if the call has updated its statistics."""
+        made = self.counts.setdefault(layer, [])
+        if sum(variable is layer.moving_mean for variable, _ in self.updates) > len(made):
+            made.append(positions())
 
     def add_update(self, update: Update) -> None:
         """Remember an assignment."""
@@ -100,28 +109,43 @@ def carry(
     return carried
 
 
-def settle(
-    outcomes: Sequence[Outcome], policy: StatePolicy, norms: Mapping[int, keras.layers.BatchNormalization]
-) -> None:
+def settle(outcomes: Sequence[Outcome], policy: StatePolicy, norms: Sequence[Norm]) -> None:
     """Assign to each variable that a replica updated what the policy makes of all updates.
 
     Args:
         outcomes: Of the replicas that ran, in rank order.
         policy: `"merge"`, `"first"` or `"sequential"`.
-        norms: As `isobatch_keras.template.norms_of` gives them.
+        norms: The template's batch normalisations.
     """
     touched = {id(variable): variable for outcome in outcomes for variable, _ in outcome.updates}
-    settled = [(variable, _settled(variable, outcomes, policy, norms)) for variable in touched.values()]
+    pooled = _pooled(outcomes, norms, touched) if policy == "merge" else {}
+    settled = [
+        (variable, pooled[key] if key in pooled else _settled(variable, outcomes, policy))
+        for key, variable in touched.items()
+    ]
     for variable, value in settled:
         variable.assign(value)
 
 
-def _settled(
-    variable: keras.Variable,
-    outcomes: Sequence[Outcome],
-    policy: StatePolicy,
-    norms: Mapping[int, keras.layers.BatchNormalization],
-) -> Any:
+def _pooled(
+    outcomes: Sequence[Outcome], norms: Sequence[Norm], touched: Mapping[int, keras.Variable]
+) -> dict[int, Any]:
+    """Return the statistics of batch normalisations, by the `id` of their variables."""
+    sizes = [outcome.size for outcome in outcomes]
+    pooled: dict[int, Any] = {}
+    for layer in norms:
+        variables = layer.moving_mean, layer.moving_variance
+        if id(variables[0]) in touched and id(variables[1]) in touched:
+            calls = [
+                list(zip(outcome.counts.get(layer, ()), *map(outcome.values, variables), strict=True))
+                for outcome in outcomes
+            ]
+            for variable, value in zip(variables, pool(layer, calls, sizes), strict=True):
+                pooled[id(variable)] = _select(sum(sizes), value, variable.value)
+    return pooled
+
+
+def _settled(variable: keras.Variable, outcomes: Sequence[Outcome], policy: StatePolicy) -> Any:
     if policy == "sequential" or _is_seed(variable):
         return next(o.carried[id(variable)][1] for o in reversed(outcomes) if id(variable) in o.carried)
     start = variable.value
@@ -132,35 +156,7 @@ def _settled(
         return value
     sizes = [outcome.size for outcome in outcomes]
     merged = reduce([(outcome.values(variable) or [start])[-1] for outcome in outcomes], sizes, "mean")
-    if id(variable) in norms:
-        merged += _between(norms[id(variable)], outcomes, sizes)
     return _select(sum(sizes), merged, start)
-
-
-def _between(
-    layer: keras.layers.BatchNormalization, outcomes: Sequence[Outcome], sizes: Sequence[Any]
-) -> Any:
-    """Return what the mean of the shards' variances lacks: the variance between the shards' means, call by call.
-
-    An update of the moving mean is `momentum * previous + (1 - momentum) * mean`, so the shard's mean can be read off it.
-    """
-    momentum = layer.momentum
-    updates = [outcome.values(layer.moving_mean) for outcome in outcomes]
-    if len({len(values) for values in updates}) != 1:
-        msg = (
-            f"Expected every replica to call {layer.name!r} as often, got {[len(values) for values in updates]} calls. "
-            "Use state='first' or 'sequential' for a model whose calls depend on the rows."
-        )
-        raise ModelError(msg)
-    lacking = keras.ops.zeros_like(layer.moving_variance.value)
-    previous = [layer.moving_mean.value] * len(outcomes)
-    for values in zip(*updates, strict=True) if momentum != 1 else ():
-        means = [value - momentum * before for value, before in zip(values, previous, strict=True)]
-        centre = reduce(means, sizes, "mean")
-        spread = reduce([keras.ops.square(mean - centre) for mean in means], sizes, "mean")
-        lacking = momentum * lacking + spread / (1 - momentum)
-        previous = list(values)
-    return lacking
 
 
 def _is_seed(variable: keras.Variable) -> bool:

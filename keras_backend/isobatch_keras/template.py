@@ -10,7 +10,7 @@ from keras.src.models.functional import Functional
 from isobatch.backend import Options
 from isobatch.errors import ModelError
 
-__all__ = ["check", "functional_of", "norms_of", "split_axes"]
+__all__ = ["check", "functional_of", "split_axes"]
 
 
 def functional_of(model: keras.Model) -> Any:
@@ -23,15 +23,6 @@ def functional_of(model: keras.Model) -> Any:
         return model
     # Sequential is no Functional but keeps one, and has neither `input` nor `output_names` of its own.
     return model._functional if isinstance(model, keras.Sequential) else None  # noqa: SLF001
-
-
-def norms_of(model: keras.Model) -> dict[int, keras.layers.BatchNormalization]:
-    """Return the batch normalisations of a model, by the `id` of their moving variance."""
-    return {
-        id(layer.moving_variance): layer
-        for layer in _all_layers(model)
-        if isinstance(layer, keras.layers.BatchNormalization)
-    }
 
 
 def split_axes(functional: Any, options: Options) -> list[int | None]:
