@@ -48,7 +48,7 @@ def sequential():
     return keras.Sequential([keras.Input((4,)), layers.Dense(5, kernel_regularizer="l2"), layers.Dense(3)])
 
 
-@keras.saving.register_keras_serializable("isobatch_tests")
+@keras.saving.register_keras_serializable("isobatch_tests.saving")
 class Subclassed(keras.Model):
     def __init__(self, **kwargs):
         super().__init__(**kwargs)
@@ -244,6 +244,24 @@ def test_checkpoint_and_backup(tmp_path):
     fresh.compile("adam", "mse")
     fresh.fit(X, Y, epochs=4, verbose=0, callbacks=[keras.callbacks.BackupAndRestore(backup), Watch()])
     assert seen == [(2, 4), (3, 5)], "resumes at epoch 2 after the 2 + 2 steps before"
+
+
+@pytest.mark.parametrize(
+    "kind", ["functional", "sequential"]
+)  # Keras itself leaves out layers that are in a list
+def test_a_checkpoint_of_tensorflow_is_the_templates(kind, tmp_path):
+    tf = pytest.importorskip("tensorflow")
+    keras.utils.set_random_seed(0)
+    plain, parallel = MODELS[kind](), parallel_of(MODELS[kind]())
+    for number, (source, target) in enumerate([(parallel, plain), (plain, parallel)]):
+        for model in (source, target):
+            model.compile("adam", "mse")
+            model.train_on_batch(X, Y)
+        path = tf.train.Checkpoint(model=source).save(tmp_path / str(number))
+        tf.train.Checkpoint(model=target).restore(path).assert_consumed()
+        everything = [[*model.variables, *model.optimizer.variables] for model in (source, target)]
+        for a, b in zip(*everything, strict=True):
+            np.testing.assert_array_equal(a, b)
 
 
 def test_pickle_and_deepcopy_keep_it_parallel(trained):

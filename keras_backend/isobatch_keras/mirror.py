@@ -20,6 +20,9 @@ _STEPS = ("train_step", "test_step", "predict_step", "compute_loss", "compute_me
 _UNSAVED = {"_operations", "_operations_by_depth", "_replicated", "operations", "template"}
 """Where Keras would find the replicas, or the template a second time, when it looks for what to save."""
 
+_COMPILED = {"optimizer", "_loss_tracker", "_compile_loss", "_compile_metrics"}
+"""What `compile` gives a model that has variables of its own."""
+
 if TYPE_CHECKING:
     from keras import Model as _Base
 else:
@@ -67,7 +70,7 @@ class Mirror(_Base):
         layers: list[keras.layers.Layer] = super().layers if setup is None else setup.template.layers
         return layers
 
-    @property  # type: ignore[misc]
+    @property
     def __class__(self) -> type:  # pyright: ignore[reportIncompatibleMethodOverride]
         setup = self.__dict__.get("__setup")
         return type(self) if setup is None else type(setup.template)
@@ -112,6 +115,12 @@ class Mirror(_Base):
     def export(self, *args: Any, **kwargs: Any) -> Any:
         """Export the template, which computes the same on one device; takes what `keras.Model.export` takes."""
         return self.template.export(*args, **kwargs)
+
+    def _trackable_children(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Show `tf.train.Checkpoint` the template's parts, and the optimizer and metrics that this model was compiled with."""
+        own = super()._trackable_children(*args, **kwargs)
+        compiled = {name: part for name, part in own.items() if name in _COMPILED}
+        return {**self.template._trackable_children(*args, **kwargs), **compiled}  # noqa: SLF001
 
     def _obj_type(self) -> str:
         return str(self.template._obj_type())  # noqa: SLF001 - how Keras tells what to save
