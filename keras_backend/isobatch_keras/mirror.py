@@ -70,7 +70,7 @@ class Mirror(_Base):
         layers: list[keras.layers.Layer] = super().layers if setup is None else setup.template.layers
         return layers
 
-    @property
+    @property  # type: ignore[misc]
     def __class__(self) -> type:  # pyright: ignore[reportIncompatibleMethodOverride]
         setup = self.__dict__.get("__setup")
         return type(self) if setup is None else type(setup.template)
