@@ -8,7 +8,7 @@ PYTEST := $(BIN)/python -m pytest --backends keras,torch -n 2 --dist loadfile
 export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help parity test test-fast check build clean
+.PHONY: help parity test test-fast check bench bench-full build clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -27,6 +27,12 @@ check: .venv/.stamp ## Lint, formatting and types
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/pyright
+
+bench: .venv/.stamp ## Measure the short comparisons, in under ten minutes, each ratio beside its goal; writes bench.json
+	$(BIN)/python -m pytest bench -p no:xdist -q -m "not full" --benchmark-json=bench.json --benchmark-columns=rounds $(ARGS)
+
+bench-full: .venv/.stamp ## Measure all comparisons; writes bench.json
+	$(BIN)/python -m pytest bench -p no:xdist -q --benchmark-json=bench.json --benchmark-columns=rounds $(ARGS)
 
 build: .venv/.stamp ## Make the wheel and the sdist in dist/
 	$(BIN)/python -m build --no-isolation

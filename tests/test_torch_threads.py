@@ -42,9 +42,9 @@ class Probe(nn.Module):
         return x
 
 
-def probe(look, devices=3, rows=6, **kwargs):
+def probe(look, devices=3, rows=6, schedule="threads"):
     net = Probe(look)
-    parallel = DataParallel(net, devices, **kwargs)
+    parallel = DataParallel(net, devices, schedule=schedule)
     for _ in range(2):  # one after another, then at once
         net.seen.clear()
         parallel(torch.ones(rows, 1, device="cpu"))
@@ -60,6 +60,33 @@ def test_each_rank_has_its_own_thread_and_keeps_it():
     assert (
         probe(lambda _: threading.current_thread(), schedule="sequential") == [threading.current_thread()] * 3
     )
+
+
+@pytest.mark.parametrize("brief", [0.0, 10.0])
+@pytest.mark.parametrize("grad", [False, True])
+def test_by_itself_it_runs_where_that_is_faster(monkeypatch, brief, grad):
+    monkeypatch.setattr("isobatch_torch.engine._BRIEF", brief)
+    with torch.set_grad_enabled(grad):
+        found = probe(lambda _: (threading.current_thread().name, torch.get_num_threads()), schedule="auto")
+    here = grad or brief
+    assert [name for name, _ in found] == [
+        threading.current_thread().name if here else f"isobatch-{rank}" for rank in range(3)
+    ]
+    total = torch.get_num_threads()
+    assert {threads for _, threads in found} == {total if grad else max(1, total // 3)}
+
+
+def test_what_a_replica_switches_in_the_callers_thread_is_switched_back():
+    def look(_):
+        found = torch.is_grad_enabled(), torch.is_autocast_enabled("cpu")
+        torch.set_grad_enabled(mode=False)
+        torch.set_autocast_enabled("cpu", True)  # noqa: FBT003 - torch takes it by position only
+        return found
+
+    assert probe(look, schedule="sequential") == [(True, False)] * 3
+    assert torch.is_grad_enabled()
+    assert not torch.is_autocast_enabled("cpu")
+    assert torch.is_autocast_cache_enabled()
 
 
 def test_a_replica_knows_where_it_is():
@@ -448,7 +475,7 @@ def test_numbers_drawn_unexpectedly_are_reported_once():
         def forward(self, x):
             return x + torch.rand_like(x) if Later.noise else x
 
-    parallel = DataParallel(Later(), 2)
+    parallel = DataParallel(Later(), 2, schedule="threads")
     x = torch.ones(4)
     for _ in range(3):
         parallel(x)

@@ -48,24 +48,35 @@ class Outcome:
         self.nodes, self.seconds = node_count() - start, thread_time() - begin
 
 
-def run_here(calls: Sequence[Callable[[], Any]]) -> list[Outcome]:
+def run_here(calls: Sequence[Callable[[], Any]], state: ThreadState) -> list[Outcome]:
     """Make calls one after another in this thread, up to the first that fails.
 
     Args:
         calls: One for each replica.
+        state: This thread's own; what a call leaves switched is switched back.
 
     Returns:
         As many outcomes as calls were made.
 
-    >>> [outcome.value for outcome in run_here([lambda: 1, lambda: 2])]
+    >>> [outcome.value for outcome in run_here([lambda: 1, lambda: 2], ThreadState.capture(threads=1))]
     [1, 2]
     """
     outcomes: list[Outcome] = []
-    for call in calls:
-        outcomes.append(Outcome())
-        copy_context().run(outcomes[-1].run, call)
-        if outcomes[-1].error is not None:
-            break
+    before, cache = torch.get_num_threads(), torch.is_autocast_cache_enabled()
+    if state.threads != before:
+        torch.set_num_threads(state.threads)
+    state.apply()
+    try:
+        for call in calls:
+            outcomes.append(Outcome())
+            copy_context().run(outcomes[-1].run, call)
+            state.apply()
+            if outcomes[-1].error is not None:
+                break
+    finally:
+        torch.set_autocast_cache_enabled(cache)
+        if torch.get_num_threads() != before:
+            torch.set_num_threads(before)
     return outcomes
 
 
