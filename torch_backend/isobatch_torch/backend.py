@@ -61,7 +61,7 @@ class TorchBackend(Backend):
         by_rank = {replica.rank: replica.module for replica in replicas}
         calls = [bound_call(by_rank[shard.rank], shard) for shard in shards]
         if is_confined():
-            outcomes = run_here(calls)
+            outcomes = run_here(calls, ThreadState.capture(torch.get_num_threads()))
         else:
             at_once = not torch.is_grad_enabled() and not any(
                 part.training for module in by_rank.values() for part in module.modules()
