@@ -18,7 +18,7 @@ from isobatch.parallel import data_parallel, load, virtual_devices
 from isobatch.registry import available_backends, get_backend
 from isobatch.rows import split_sizes
 from isobatch.trees import Broadcast, Rows
-from isobatch.twins import copy_weights, twin
+from isobatch.twins import copy_weights, training_twin, twin
 
 __version__ = "0.1.0.dev0"
 
@@ -48,6 +48,7 @@ __all__ = [
     "get_backend",
     "load",
     "split_sizes",
+    "training_twin",
     "twin",
     "virtual_devices",
 ]

@@ -17,7 +17,8 @@ __all__ = ["Ratio", "Timing", "peak_memory", "ratio", "take_turns"]
 NOISY = 0.2
 """A spread above this marks a timing as noisy."""
 
-_SHORTEST = 2e-3  # seconds of a sample; shorter calls are repeated within it, for the clock and the turn cost microseconds
+# Seconds of a sample; shorter calls are repeated within it. Threads that one call leaves spinning slow the next for milliseconds.
+_SHORTEST = 0.05
 _RESAMPLES = 2000
 _STATUS, _RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from typing import Any, Literal
 
 from isobatch.errors import ModelError, SpecError
 from isobatch.registry import backend_of, get_backend
 
-__all__ = ["copy_weights", "twin"]
+__all__ = ["copy_weights", "training_twin", "twin"]
 
 
 def twin(model: Any, *, layout: str = "channels_last") -> Any:
@@ -36,6 +36,49 @@ def twin(model: Any, *, layout: str = "channels_last") -> Any:
         msg = f"Expected a keras.Model, got {type(model).__qualname__}."
         raise ModelError(msg)
     return _side("torch").from_spec(_side("keras").to_spec(model), layout=layout)
+
+
+def training_twin(model: Any, *, repeated_rows: Literal["keras", "summed"] = "keras") -> Any:
+    """Return the torch side of a compiled Keras model: the network, and what trains it as Keras does.
+
+    Args:
+        model: A compiled functional or sequential `keras.Model`, or a parallel one. What its optimizer has kept so far goes along.
+        repeated_rows: What a row of an embedding counts for in an optimizer's squares that a batch looks up several times: `"keras"`
+            as Keras has it on TensorFlow, the sum of the squares; `"summed"`, the square of the sum, which is the gradient's.
+
+    Returns:
+        An `isobatch_torch.training.TrainingTwin`: `module`, `optimizer`, `loss`, `metrics` and `schedule` for a loop of one's own,
+        and `train_on_batch` and `fit` for a comparison.
+
+    Raises:
+        BackendError: Keras or torch is not installed.
+        ModelError: The model is not compiled.
+        SpecError: Layers, or what the model is trained with, have no words; the message lists all of them.
+
+    >>> import keras, torch, numpy as np
+    >>> model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1, kernel_initializer="ones")])
+    >>> model.compile(keras.optimizers.SGD(0.5), "mse")
+    >>> training = training_twin(model)
+    >>> training.train_on_batch(np.array([[1.0, 1.0]]), np.array([[0.0]])), model.train_on_batch(np.array([[1.0, 1.0]]), np.array([[0.0]]))
+    (4.0, 4.0)
+    """
+    if backend_of(model).name != "keras":
+        msg = f"Expected a compiled keras.Model, got {type(model).__qualname__}."
+        raise ModelError(msg)
+    get_backend("torch")
+    keras_side = importlib.import_module("isobatch_keras.training")
+    torch_side = importlib.import_module("isobatch_torch.training")
+    recipe = keras_side.to_recipe(model)
+    module = twin(keras_side.template_of(model))
+    iterations, once = keras_side.iterations(model)
+    return torch_side.from_recipe(
+        recipe,
+        module,
+        slots=keras_side.read_slots(model),
+        iterations=iterations,
+        once=once,
+        repeated_rows=repeated_rows,
+    )
 
 
 def copy_weights(source: Any, target: Any) -> dict[str, str]:

@@ -25,8 +25,10 @@ __all__ = [
     "from_spec",
     "load_tensors",
     "module_path",
+    "parts_of",
     "spec_of",
     "to_tensors",
+    "to_torch",
     "with_weights",
 ]
 
@@ -142,8 +144,26 @@ def load_tensors(module: nn.Module, tensors: Mapping[str, Array]) -> None:
     Raises:
         SpecError: A tensor is missing, or of another shape.
     """
+    for tensor, values in to_torch(module, tensors):
+        tensor.data = values
+
+
+def to_torch(module: nn.Module, tensors: Mapping[str, Array]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Return what each parameter and buffer would be, from arrays in a spec's layout.
+
+    Args:
+        module: From `from_spec`.
+        tensors: Arrays by the spec's keys: weights, or what belongs to them and has their shape.
+
+    Returns:
+        The module's own tensors, with tensors of their shape.
+
+    Raises:
+        SpecError: An array is missing, or of another shape.
+    """
+    found: list[tuple[torch.Tensor, torch.Tensor]] = []
     shapes = _description(module).shapes
-    for node, role, key, tensor in _weights(module):
+    for node, role, key, parts in _weights(module):
         if key not in tensors:
             msg = f"Expected a tensor {key!r}, there is none."
             raise SpecError(msg)
@@ -151,32 +171,44 @@ def load_tensors(module: nn.Module, tensors: Mapping[str, Array]) -> None:
         if array.shape != shapes[key]:
             msg = f"Expected {key!r} of shape {shapes[key]}, got {array.shape}."
             raise SpecError(msg)
-        weight = weight_of(node.operation, role)
-        values = torch.tensor(np.array(weight.to_torch(array, array.shape)))
-        with torch.no_grad():
-            if isinstance(tensor, _Biases):
-                tensor.assign(values)
-            else:
-                tensor.data = _checked(values, tensor, key).to(tensor.device)
+        values = torch.tensor(np.array(weight_of(node.operation, role).to_torch(array, array.shape)))
+        rows = values.reshape(len(parts), -1) if len(parts) > 1 else values[None]
+        found += [
+            (part, _checked(row, part, key).to(part.device)) for part, row in zip(parts, rows, strict=True)
+        ]
+    return found
 
 
-def to_tensors(module: nn.Module) -> dict[str, Array]:
+def to_tensors(
+    module: nn.Module, read: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.detach
+) -> dict[str, Array]:
     """Return a module's weights as the tensors of its spec.
 
     Args:
         module: From `from_spec`.
+        read: Gives something else in place of each parameter and buffer, of the same shape, such as its gradient.
 
     Returns:
         Arrays by key, in the spec's layout and the module's precision.
     """
     found: dict[str, Array] = {}
     shapes = _description(module).shapes
-    for node, role, key, tensor in _weights(module):
-        values = tensor.read() if isinstance(tensor, _Biases) else tensor.detach()
+    for node, role, key, parts in _weights(module):
+        rows = [read(part) for part in parts]
+        values = torch.stack(rows) if len(rows) > 1 else rows[0]
         if values.dtype == torch.bfloat16:
             values = values.float()
         found[key] = np.array(weight_of(node.operation, role).to_spec(values.cpu().numpy(), shapes[key]))
     return found
+
+
+def parts_of(module: nn.Module) -> dict[str, list[torch.Tensor]]:
+    """Return the parameters and buffers that hold each tensor of a module's spec: one, or both biases of a GRU.
+
+    Args:
+        module: From `from_spec`.
+    """
+    return {key: parts for _, _, key, parts in _weights(module)}
 
 
 def module_path(node: Node) -> str:
@@ -196,33 +228,22 @@ def _description(module: nn.Module) -> Description:
     return module.description
 
 
-class _Biases:
-    """Both biases of a GRU, which the spec keeps in one array `(2, 3 units)`, or its only one."""
-
-    def __init__(self, module: nn.Module) -> None:
-        names = ("bias_ih_l0", "bias_hh_l0")
-        self.parameters = [getattr(module, name) for name in names if hasattr(module, name)]
-
-    def assign(self, values: torch.Tensor) -> None:
-        for parameter, row in zip(self.parameters, values.reshape(len(self.parameters), -1), strict=True):
-            parameter.data = row.clone()
-
-    def read(self) -> torch.Tensor:
-        rows = [parameter.detach() for parameter in self.parameters]
-        return torch.stack(rows) if len(rows) > 1 else rows[0]
-
-
-def _weights(module: nn.Module) -> list[tuple[Node, str, str, Any]]:
-    """Node, role, key and parameter of each weight, once for each module."""
+def _weights(module: nn.Module) -> list[tuple[Node, str, str, list[torch.Tensor]]]:
+    """Node, role, key and tensors of each weight, once for each module."""
     nodes = {module_path(node): node for node in _description(module).spec.nodes}
-    found: list[tuple[Node, str, str, Any]] = []
+    found: list[tuple[Node, str, str, list[torch.Tensor]]] = []
     for path, node in nodes.items():
         child = module.get_submodule(path)
         for role, key in node.weights.items():
-            name = weight_of(node.operation, role).parameter
-            tensor = _Biases(child) if name == "biases" else operator.attrgetter(name)(child)
-            found.append((node, role, key, tensor))
+            found.append((node, role, key, _parts(child, weight_of(node.operation, role).parameter)))
     return found
+
+
+def _parts(child: nn.Module, name: str) -> list[torch.Tensor]:
+    """What holds a weight; `biases` are both of a GRU, which the spec keeps in one array `(2, 3 units)`, or its only one."""
+    if name != "biases":
+        return [operator.attrgetter(name)(child)]
+    return [getattr(child, one) for one in ("bias_ih_l0", "bias_hh_l0") if hasattr(child, one)]
 
 
 def _checked(values: torch.Tensor, tensor: torch.Tensor, key: str) -> torch.Tensor:

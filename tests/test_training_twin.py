@@ -1,0 +1,276 @@
+"""The torch side of a compiled Keras model takes the same steps: every optimizer, loss, schedule and metric, in float64."""
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+keras = pytest.importorskip("keras")
+
+import isobatch  # noqa: E402
+from isobatch.errors import ModelError, SpecError  # noqa: E402
+from isobatch.recipe import LOSSES, Recipe  # noqa: E402
+from isobatch_keras.training import to_recipe  # noqa: E402
+
+L, optimizers, schedules = keras.layers, keras.optimizers, keras.optimizers.schedules
+
+pytestmark = [
+    # Keras's own, wherever it turns a variable into a numpy array.
+    pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning"),
+    pytest.mark.usefixtures("keras_float64"),
+    pytest.mark.skipif(
+        keras.config.backend() != "tensorflow", reason="Keras's optimizers are held to TensorFlow's forms"
+    ),
+]
+
+RNG = np.random.default_rng(0)
+X = RNG.standard_normal((11, 6, 5, 2))
+Y = RNG.random((11, 3))
+CLASSES = RNG.integers(0, 3, 11)
+GAP = 1e-9
+
+
+def network(last=None):
+    keras.utils.set_random_seed(0)
+    return keras.Sequential(
+        [
+            keras.Input((6, 5, 2)),
+            L.Conv2D(4, 3, padding="same", use_bias=False, name="conv"),
+            L.BatchNormalization(momentum=0.9, name="norm"),
+            L.ReLU(),
+            L.Flatten(),
+            L.Dense(3, activation=last, name="out"),
+        ]
+    )
+
+
+def both(model, x, y, steps=6, **weights):
+    """Train in Keras and in torch from one state; return both sides' losses, and their weights by key."""
+    torch_side = isobatch.training_twin(model)
+    batches = [slice(0, 4), slice(4, 8), slice(8, 11)]
+    pairs = []
+    for step in range(steps):
+        part = batches[step % 3]
+        taken = {name: value[part] for name, value in weights.items()}
+        ours = torch_side.train_on_batch(x[part], y[part], **taken)
+        theirs = model.train_on_batch(x[part], y[part], **taken)
+        pairs.append((ours, float(theirs if np.isscalar(theirs) or np.ndim(theirs) == 0 else theirs[0])))
+    return torch_side, pairs
+
+
+def gaps(model, torch_side, pairs):
+    """Greatest differences of losses and of weights, scaled; running losses of Keras are means since the model was compiled."""
+    from isobatch_keras.spec import to_spec
+    from isobatch_torch.spec import to_tensors
+
+    found, wanted = to_tensors(torch_side.module), to_spec(model).tensors
+    weights = max(np.abs(found[key] - wanted[key]).max() / (np.abs(wanted[key]).max() or 1) for key in wanted)
+    running = [np.mean([ours for ours, _ in pairs[: i + 1]]) for i in range(len(pairs))]
+    return weights, running
+
+
+OPTIMIZERS = {
+    "sgd": lambda: optimizers.SGD(0.1),
+    "sgd momentum": lambda: optimizers.SGD(0.1, momentum=0.9),
+    "sgd nesterov": lambda: optimizers.SGD(0.1, momentum=0.9, nesterov=True, clipnorm=0.1),
+    "rmsprop": lambda: optimizers.RMSprop(0.01),
+    "rmsprop centered": lambda: optimizers.RMSprop(0.01, momentum=0.5, centered=True),
+    "adam": lambda: optimizers.Adam(0.01),
+    "adam amsgrad": lambda: optimizers.Adam(0.01, amsgrad=True, global_clipnorm=0.5),
+    "adam clipvalue ema": lambda: optimizers.Adam(
+        0.01, clipvalue=0.01, use_ema=True, ema_momentum=0.8, ema_overwrite_frequency=4
+    ),
+    "adam accumulation": lambda: optimizers.Adam(0.01, gradient_accumulation_steps=2),
+    "adamw": lambda: optimizers.AdamW(0.01, weight_decay=0.1),
+    "adagrad": lambda: optimizers.Adagrad(0.1),
+    "adadelta": lambda: optimizers.Adadelta(1.0),
+    "adamax": lambda: optimizers.Adamax(0.01),
+    "nadam": lambda: optimizers.Nadam(0.01),
+    "lion": lambda: optimizers.Lion(0.001),
+    "ftrl": lambda: optimizers.Ftrl(
+        0.1, l1_regularization_strength=0.01, l2_regularization_strength=0.01, beta=0.1
+    ),
+    "schedule": lambda: optimizers.SGD(schedules.ExponentialDecay(0.1, 2, 0.5, staircase=True)),
+    "cosine": lambda: optimizers.Adam(schedules.CosineDecay(0.01, 4, warmup_target=0.02, warmup_steps=2)),
+}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if name in {"sgd", "rmsprop", "adam"} else pytest.param(name, marks=pytest.mark.slow)
+        for name in OPTIMIZERS
+    ],
+)
+def test_every_optimizer_takes_the_same_steps_from_the_middle_of_training(name):
+    model = network()
+    model.compile(OPTIMIZERS[name](), "mse")
+    for _ in range(3):
+        model.train_on_batch(X, Y)
+    torch_side, pairs = both(model, X, Y)
+    assert gaps(model, torch_side, pairs)[0] < GAP
+    assert torch_side.optimizer.iterations == 9
+
+
+SPARSE = {"sparse_categorical_crossentropy", "categorical_generalized_cross_entropy"}
+FUNCTIONS = {"categorical_generalized_cross_entropy": keras.losses.CategoricalGeneralizedCrossEntropy}
+OTHERS = sorted(set(LOSSES) - {"ctc"})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("last", ["softmax", None])
+@pytest.mark.parametrize("name", OTHERS)
+def test_every_loss_has_the_same_value_and_gradient(name, last):
+    if last is None and name in {"kl_divergence", "poisson", "categorical_generalized_cross_entropy"}:
+        last = "sigmoid"  # they are about probabilities
+    keras.utils.set_random_seed(0)
+    model = keras.Sequential([keras.Input((4,)), L.Dense(3, activation=last, kernel_regularizer="l1l2")])
+    model.compile(optimizers.SGD(0.1), FUNCTIONS[name]() if name in FUNCTIONS else name)
+    targets = CLASSES if name in SPARSE else np.eye(3)[CLASSES] * 0.85 + 0.05
+    x, weight = X.reshape(11, -1)[:, :4], RNG.random(11)
+    torch_side = isobatch.training_twin(model)
+    ours = torch_side.train_on_batch(x, targets, weight)
+    theirs = float(model.train_on_batch(x, targets, sample_weight=weight))
+    assert abs(ours - theirs) < GAP * max(1, abs(theirs))
+    assert gaps(model, torch_side, [])[0] < GAP
+
+
+ULP = np.finfo("float32").eps * 0.3  # of the greatest rate
+SCHEDULES = [
+    schedules.ExponentialDecay(0.1, 3, 0.5),
+    schedules.InverseTimeDecay(0.1, 3, 0.5, staircase=True),
+    schedules.PiecewiseConstantDecay([2, 5], [0.3, 0.2, 0.1]),
+    schedules.PolynomialDecay(0.1, 4, 0.01, power=2.0, cycle=True),
+    schedules.CosineDecay(0.1, 5, alpha=0.1, warmup_target=0.3, warmup_steps=3),
+    schedules.CosineDecayRestarts(0.1, 3, t_mul=2.0, m_mul=0.8, alpha=0.1),
+]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda one: type(one).__name__)
+def test_every_schedule_has_the_same_rate_at_every_step(schedule):
+    from isobatch_torch.training.schedules import rate_at
+
+    model = keras.Sequential([keras.Input((4,)), L.Dense(1)])
+    model.compile(optimizers.SGD(schedule), "mse")
+    part = to_recipe(model).learning_rate
+    for step in range(15):
+        assert abs(rate_at(part, step) - float(keras.ops.convert_to_numpy(schedule(step)))) <= ULP, step
+
+
+def test_metrics_and_weights_of_several_outputs():
+    keras.utils.set_random_seed(0)
+    x = keras.Input((4,))
+    h = L.Dense(5, "tanh")(x)
+    model = keras.Model(x, [L.Dense(3, "softmax", name="kind")(h), L.Dense(1, name="size")(h)])
+    model.compile(
+        "adam",
+        ["sparse_categorical_crossentropy", "mae"],
+        loss_weights=[0.3, 2.0],
+        metrics=[["accuracy"], ["mse", keras.metrics.RootMeanSquaredError()]],
+    )
+    torch_side = isobatch.training_twin(model)
+    rows, targets = X.reshape(11, -1)[:, :4], [CLASSES, Y[:, :1]]
+    torch_side.fit(rows, targets, batch_size=7)
+    logs = model.fit(rows, targets, batch_size=7, shuffle=False, verbose=0).history
+    assert gaps(model, torch_side, [])[0] < GAP
+    for name, value in torch_side.metrics.items():
+        assert abs(value - logs[name][0]) < GAP, name
+    assert len(torch_side.metrics) == 3
+
+
+@pytest.mark.parametrize("replicas", [2, 4])
+def test_over_replicas_with_batch_statistics(replicas):
+    """Keras over replicas and torch over as many, batches that do not divide: the same steps."""
+    devices = [f"cpu:{rank}" for rank in range(replicas)]
+    template = network("softmax")
+    parallel = isobatch.data_parallel(template, devices)
+    parallel.compile(optimizers.RMSprop(0.01), "categorical_crossentropy")
+    torch_side = isobatch.training_twin(parallel)
+    torch_side.module = isobatch.data_parallel(torch_side.module, devices)
+    targets = np.eye(3)[CLASSES]
+    for part in (slice(0, 7), slice(7, 11), slice(0, 5)) * 2:
+        torch_side.train_on_batch(X[part], targets[part])
+        parallel.train_on_batch(X[part], targets[part])
+    torch_side.module = torch_side.module.module
+    assert gaps(template, torch_side, [])[0] < GAP
+
+
+@pytest.mark.slow
+def test_words_recurrent_networks_and_attention():
+    keras.utils.set_random_seed(0)
+    words = keras.Input((6,), dtype="int32")
+    h = L.Embedding(9, 8)(words)
+    # Without biases: the gradient of a key's is zero but for rounding, of which Adam makes full steps.
+    h = L.LayerNormalization()(h + L.MultiHeadAttention(2, 4, use_bias=False)(h, h))
+    h = L.LSTM(5, return_sequences=True)(h)
+    h = L.Bidirectional(L.GRU(4))(h)
+    model = keras.Model(words, L.Dense(3)(h))
+    model.compile(optimizers.Adam(0.01), keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    rows = RNG.integers(0, 9, (11, 6))
+    torch_side, _ = both(model, rows, CLASSES, steps=20)
+    assert gaps(model, torch_side, [])[0] < GAP
+
+
+def test_what_is_frozen_stays():
+    model = network()
+    model.get_layer("norm").trainable = False
+    model.get_layer("conv").trainable = False
+    model.compile("adam", "mse")
+    torch_side, pairs = both(model, X, Y)
+    assert gaps(model, torch_side, pairs)[0] < GAP
+    assert not torch_side.module.conv.weight.requires_grad
+
+
+@pytest.mark.parametrize(
+    ("spoil", "layer"),
+    [
+        (lambda side: side.optimizer.param_groups[0].update(epsilon=1e-8), "out"),
+        (lambda side: side.optimizer.param_groups[0].update(lr=0.0011), "out"),
+        (lambda side: setattr(side.module.norm, "momentum", 0.5), "norm"),
+    ],
+)
+def test_a_wrong_setting_shows(spoil, layer):
+    model = network()
+    model.compile("adam", "mse")
+    torch_side = isobatch.training_twin(model)
+    spoil(torch_side)
+    for _ in range(3):
+        torch_side.train_on_batch(X, Y)
+        model.train_on_batch(X, Y)
+    assert gaps(model, torch_side, [])[0] > 1e3 * GAP
+
+
+def test_a_recipe_is_text():
+    model = network("softmax")
+    model.compile(
+        optimizers.AdamW(schedules.CosineDecay(0.1, 5), clipnorm=1.0),
+        "categorical_crossentropy",
+        metrics=["accuracy", "auc"],
+    )
+    recipe = to_recipe(model)
+    assert Recipe.from_json(recipe.to_json()) == recipe
+    with pytest.raises(SpecError, match="of version 1, got 2"):
+        Recipe.from_json(recipe.to_json().replace('"version": 1', '"version": 2'))
+    with pytest.raises(SpecError, match="optimizer 'magic'"):
+        Recipe.from_json(recipe.to_json().replace('"adamw"', '"magic"'))
+    with pytest.raises(SpecError, match="recipe as JSON"):
+        Recipe.from_json(recipe.to_json()[:-20])
+
+
+def test_all_that_has_no_words_is_listed_at_once():
+    class Mine(optimizers.SGD):
+        pass
+
+    model = keras.Sequential(
+        [keras.Input((4,)), L.Dense(3, kernel_constraint=keras.constraints.NonNeg(), name="out")]
+    )
+    model.compile(Mine(), lambda y, p: keras.ops.mean(y - p))
+    with pytest.raises(SpecError) as caught:
+        isobatch.training_twin(model)
+    for part in ("Mine", "loss", "constraint NonNeg"):
+        assert part in str(caught.value)
+    masked = keras.Sequential([keras.Input((4,), dtype="int32"), L.Embedding(5, 2, mask_zero=True)])
+    masked.compile("adam", "mse")
+    with pytest.raises(SpecError, match="an output with a mask"):
+        isobatch.training_twin(masked)
+    with pytest.raises(ModelError, match="not\\. Cure: model\\.compile"):
+        isobatch.training_twin(network())

@@ -1,0 +1,34 @@
+"""Keras's training in torch: optimizers, schedules, losses and metrics with Keras's meaning, as ordinary torch objects."""
+
+from isobatch_torch.training.optimizers import (
+    SGD,
+    Adadelta,
+    Adagrad,
+    Adam,
+    Adamax,
+    AdamW,
+    Ftrl,
+    KerasOptimizer,
+    Lion,
+    Nadam,
+    RMSprop,
+)
+from isobatch_torch.training.schedules import KerasSchedule
+from isobatch_torch.training.twin import TrainingTwin, from_recipe
+
+__all__ = [
+    "SGD",
+    "Adadelta",
+    "Adagrad",
+    "Adam",
+    "AdamW",
+    "Adamax",
+    "Ftrl",
+    "KerasOptimizer",
+    "KerasSchedule",
+    "Lion",
+    "Nadam",
+    "RMSprop",
+    "TrainingTwin",
+    "from_recipe",
+]

@@ -1,0 +1,229 @@
+"""The torch side of a compiled Keras model: a module with an optimizer, a loss, metrics and a schedule, and a small loop."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from isobatch.errors import SpecError
+from isobatch.recipe import Part, Recipe
+from isobatch.spec import references
+from isobatch.trees import flatten
+from isobatch_torch.spec.build import Twin, module_path, parts_of, to_torch
+from isobatch_torch.training.losses import TotalLoss, keep_logits
+from isobatch_torch.training.metrics import KerasMetric, build_metric
+from isobatch_torch.training.optimizers import KerasOptimizer, RepeatedRows, optimizer_class
+from isobatch_torch.training.schedules import KerasSchedule
+
+__all__ = ["TrainingTwin", "from_recipe"]
+
+
+class TrainingTwin:
+    """A network that trains as its Keras model does. All parts are torch's own kind and can be used in a loop of one's own.
+
+    Args:
+        module: The twin; or the twin made parallel, which trains the same weights.
+        optimizer: Of its weights.
+        loss: Of its outputs.
+        metrics: By the names they are reported as.
+        schedule: Of the learning rate; `None` for a constant one.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizer: KerasOptimizer,
+        loss: TotalLoss,
+        metrics: Mapping[str, tuple[int, bool, KerasMetric]],
+        schedule: KerasSchedule | None,
+    ) -> None:
+        self.module, self.optimizer, self.loss, self.schedule = module, optimizer, loss, schedule
+        self._metrics = dict(metrics)
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Values since `reset_metrics`, by name."""
+        return {name: metric.compute() for name, (_, _, metric) in self._metrics.items()}
+
+    def reset_metrics(self) -> None:
+        """Start metrics anew, as each epoch does."""
+        for _, _, metric in self._metrics.values():
+            metric.reset()
+
+    def train_on_batch(self, x: Any, y: Any, sample_weight: Any = None) -> float:
+        """Take one step.
+
+        Args:
+            x: Arrays `(B, ...)`, one for each input of the module, in a list if there are several.
+            y: Targets, one for each output, in the nest that the module returns.
+            sample_weight: Weights `(B,)` for all outputs.
+
+        Returns:
+            The loss before the step.
+        """
+        outputs, targets = self._forward(x), _tensors(y)
+        weight = None if sample_weight is None else torch.as_tensor(sample_weight)
+        self.optimizer.zero_grad()
+        loss = self.loss(outputs, targets, [weight] * len(outputs))
+        loss.backward()
+        self.optimizer.step()
+        if self.schedule is not None:
+            self.schedule.step()
+        for place, weighted, metric in self._metrics.values():
+            metric.update(targets[place], outputs[place].detach(), weight if weighted else None)
+        return float(loss.detach())
+
+    def fit(self, x: Any, y: Any, *, batch_size: int = 32, epochs: int = 1) -> list[float]:
+        """Take the rows in the order they have, batch by batch, as Keras does with `shuffle=False`.
+
+        Args:
+            x: As for `train_on_batch`.
+            y: Likewise.
+            batch_size: Rows of a batch; the last one may have fewer.
+            epochs: How often the rows are seen.
+
+        Returns:
+            The loss of each epoch: the mean over its rows.
+        """
+        inputs, targets = _tensors(x), _tensors(y)
+        rows = len(inputs[0])
+        history: list[float] = []
+        for _ in range(epochs):
+            self.reset_metrics()
+            total = 0.0
+            for start in range(0, rows, batch_size):
+                part = slice(start, min(start + batch_size, rows))
+                loss = self.train_on_batch([one[part] for one in inputs], [one[part] for one in targets])
+                total += loss * (part.stop - start)
+            history.append(total / rows)
+        return history
+
+    def _forward(self, x: Any) -> list[torch.Tensor]:
+        dtype = next(self.module.parameters()).dtype
+        inputs = [one.to(dtype) if one.is_floating_point() else one for one in _tensors(x)]
+        found: list[torch.Tensor] = flatten(self.module(*inputs))[0]
+        return found
+
+
+def from_recipe(
+    recipe: Recipe,
+    module: Twin,
+    *,
+    slots: Mapping[str, Mapping[str, np.ndarray[Any, Any]]],
+    iterations: int,
+    once: Mapping[str, float],
+    repeated_rows: RepeatedRows = "keras",
+) -> TrainingTwin:
+    """Return what trains a twin as a recipe says.
+
+    Args:
+        recipe: The recipe.
+        module: The twin; it is put into training mode and the recipe's precision, and trains what the recipe does not freeze.
+        slots: What the optimizer has kept for each weight so far, by slot and key; empty at the start.
+        iterations: How many batches it has seen.
+        once: What it keeps once for all weights.
+        repeated_rows: What a row of an embedding counts for that is looked up several times in a batch; see `KerasOptimizer`.
+
+    Raises:
+        SpecError: The recipe scales losses dynamically.
+    """
+    if recipe.loss_scale is not None:
+        msg = "Expected training without dynamic loss scaling, got a LossScaleOptimizer. Train in float32, float64 or bfloat16."
+        raise SpecError(msg)
+    dtype = getattr(torch, recipe.dtype)
+    module.to(dtype)
+    parts = parts_of(module)
+    optimizer = _optimizer(recipe, module, parts, repeated_rows)
+    optimizer.iterations = iterations
+    optimizer.prepare()
+    for group in optimizer.param_groups:
+        group.update(once)
+    for slot, arrays in slots.items():
+        rest = {key: arrays.get(key, np.zeros(module.description.shapes[key])) for key in parts}
+        for tensor, values in to_torch(module, rest):
+            if slot in optimizer.state.get(tensor, {}):
+                optimizer.state[tensor][slot].copy_(values)
+    schedule = (
+        KerasSchedule(optimizer, recipe.learning_rate) if isinstance(recipe.learning_rate, Part) else None
+    )
+    if schedule is not None:
+        schedule.seek(iterations)
+    penalties = [
+        (p, factors)
+        for key, factors in recipe.penalties.items()
+        for p in parts[key]
+        if isinstance(p, nn.Parameter)
+    ]
+    _keep_logits(module)
+    return TrainingTwin(
+        _training(module, recipe, parts),
+        optimizer,
+        TotalLoss(recipe.losses, penalties, dtype),
+        {one.name: (one.output, one.weighted, build_metric(one, dtype)) for one in recipe.metrics},
+        schedule,
+    )
+
+
+def _optimizer(
+    recipe: Recipe, module: Twin, parts: Mapping[str, Sequence[torch.Tensor]], repeated_rows: RepeatedRows
+) -> KerasOptimizer:
+    """The optimizer of what Keras trains: a torch LSTM has a second bias, which stays zero."""
+    for child in module.modules():
+        if isinstance(child, nn.Embedding):
+            child.sparse = (
+                repeated_rows == "keras"
+            )  # the gradient keeps apart what each time a row was looked up gave
+    trained = {
+        key: [one for one in found if isinstance(one, nn.Parameter)]
+        for key, found in parts.items()
+        if key not in recipe.frozen
+    }
+    chosen = {id(p) for found in trained.values() for p in found}
+    for p in module.parameters():
+        p.requires_grad_(id(p) in chosen)
+    settings = dict(recipe.optimizer.settings)
+    groups = [
+        {
+            "params": [
+                p for key, found in trained.items() for p in found if (key in recipe.undecayed) is exempt
+            ]
+        }
+        | ({"weight_decay": None} if exempt else {})
+        for exempt in (False, True)
+    ]
+    rate = recipe.learning_rate
+    return optimizer_class(recipe.optimizer.name)(
+        [group for group in groups if group["params"]],
+        0.0 if isinstance(rate, Part) else rate,
+        together=[found for found in trained.values() if len(found) > 1],
+        repeated_rows=repeated_rows,
+        **settings,
+    )
+
+
+def _training(module: Twin, recipe: Recipe, parts: Mapping[str, Sequence[torch.Tensor]]) -> Twin:
+    """Put a module into training mode, but for norms whose statistics Keras does not run."""
+    module.train()
+    still = {id(one) for key in recipe.frozen for one in parts[key]}
+    for child in module.modules():
+        mean = getattr(child, "running_mean", None)
+        if mean is not None and id(mean) in still:
+            child.eval()
+    return module
+
+
+def _keep_logits(module: Twin) -> None:
+    spec = module.description.spec
+    nodes = {node.name: node for node in spec.nodes}
+    for reference in references(spec.outputs):
+        node = nodes.get(reference)
+        if node is not None and node.operation in {"sigmoid", "softmax"}:
+            module.get_submodule(module_path(node)).register_forward_hook(keep_logits)
+
+
+def _tensors(nest: Any) -> list[torch.Tensor]:
+    return [torch.as_tensor(one) for one in flatten(nest)[0]]
