@@ -8,10 +8,10 @@ PYTEST := $(BIN)/python -m pytest --backends keras,torch -n 2 --dist loadfile
 export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help parity test test-fast check bench bench-full build clean
+.PHONY: help parity test test-fast check bench bench-full bench-report build clean
 
 help: ## List the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 parity: .venv/.stamp ## Show that the two frameworks agree; ARGS="..." goes to `isobatch parity`
 	@$(BIN)/isobatch parity $(ARGS)
@@ -33,6 +33,9 @@ bench: .venv/.stamp ## Measure the short comparisons, in under ten minutes, each
 
 bench-full: .venv/.stamp ## Measure all comparisons; writes bench.json
 	$(BIN)/python -m pytest bench -p no:xdist -q --benchmark-json=bench.json --benchmark-columns=rounds $(ARGS)
+
+bench-report: .venv/.stamp ## Write docs/performance.md from bench.json
+	$(BIN)/python bench/report.py bench.json
 
 build: .venv/.stamp ## Make the wheel and the sdist in dist/
 	$(BIN)/python -m build --no-isolation
