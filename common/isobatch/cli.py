@@ -76,7 +76,7 @@ def parity(  # noqa: PLR0917 - typer calls it by name
     replicas: Annotated[
         str | None,
         typer.Option(
-            help="Numbers of replicas, separated by commas; 1,2,3,4 for the digits, none for a MODEL."
+            help="Numbers of replicas, separated by commas, or none; by default 1,2,3,4 for the digits and 1,2,4 for a MODEL."
         ),
     ] = None,
     batch_sizes: Annotated[str, typer.Option(help="Numbers of rows, separated by commas.")] = "64,63,5,3,1",
@@ -106,7 +106,7 @@ def parity(  # noqa: PLR0917 - typer calls it by name
     layout: Annotated[
         str, typer.Option(help="channels_first if the torch module takes images so.")
     ] = "channels_last",
-    rows: Annotated[int, typer.Option(help="Rows that a MODEL is run on.", min=1)] = 8,
+    rows: Annotated[int, typer.Option(help="Rows that a MODEL is run on.", min=1)] = 7,
     size: Annotated[
         int | None, typer.Option(help="Height and width of an application's images.", min=1)
     ] = None,
@@ -119,7 +119,9 @@ def parity(  # noqa: PLR0917 - typer calls it by name
     if model is not None:
         from isobatch.model_parity import run_model
 
-        counts = [] if replicas is None else _numbers(replicas, "--replicas")
+        counts = (
+            [] if replicas == "none" else _numbers("1,2,4" if replicas is None else replicas, "--replicas")
+        )
         if layout not in {"channels_last", "channels_first"}:
             msg = f"Expected --layout channels_last or channels_first, got {layout!r}."
             raise _WrongUseError(msg)

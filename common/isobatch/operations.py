@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from isobatch.errors import SpecError
 
-__all__ = ["FLOOR", "Operation", "find_operation", "operations", "register_operation"]
+__all__ = ["ELEMENTWISE", "FLOOR", "Operation", "find_operation", "operations", "register_operation"]
 
 FLOOR = 1e-12
 """For an operation in clean float64: a few thousand units of rounding, where correct layers were seen to reach 1e-14."""
@@ -22,6 +22,40 @@ _FLOAT32_CONSTANT = 1e-7
 
 _FLOAT32_RESIZE = 5e-6
 """TensorFlow computes the weights of resizing in float32."""
+
+
+ELEMENTWISE = (
+    "negative",
+    "absolute",
+    "exp",
+    "expm1",
+    "log",
+    "log1p",
+    "log2",
+    "log10",
+    "sqrt",
+    "rsqrt",
+    "square",
+    "reciprocal",
+    "sign",
+    "sin",
+    "cos",
+    "tan",
+    "sinh",
+    "cosh",
+    "arcsin",
+    "arccos",
+    "arctan",
+    "floor",
+    "ceil",
+    "round",
+    "erf",
+    "logical_not",
+    "isnan",
+    "isinf",
+    "isfinite",
+)
+"""Functions of one number that Keras and torch call alike."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,40 +304,7 @@ _OPERATIONS: dict[str, Operation] = {
     },
     **{
         name: _operation(f"{name} of each element")
-        for name in [
-            "negative",
-            "absolute",
-            "exp",
-            "expm1",
-            "log",
-            "log1p",
-            "log2",
-            "log10",
-            "sqrt",
-            "rsqrt",
-            "square",
-            "reciprocal",
-            "sign",
-            "sin",
-            "cos",
-            "tan",
-            "sinh",
-            "cosh",
-            "arcsin",
-            "arccos",
-            "arctan",
-            "floor",
-            "ceil",
-            "round",
-            "erf",
-            "logical_not",
-            "isnan",
-            "isinf",
-            "isfinite",
-            "zeros_like",
-            "ones_like",
-            "stop_gradient",
-        ]
+        for name in [*ELEMENTWISE, "zeros_like", "ones_like", "stop_gradient"]
     },
     **{
         name: _operation(f"{name} over axes", _REDUCE)

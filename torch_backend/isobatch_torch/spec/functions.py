@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
 from torch import nn
 
+from isobatch.operations import ELEMENTWISE
+
 __all__ = ["FUNCTIONS", "Function"]
 
 Axes = int | Sequence[int] | None
@@ -353,38 +355,5 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "ones_like": torch.ones_like,
     "stop_gradient": lambda x: x.detach(),
     **{name: _binary(function) for name, function in _BINARY.items()},
-    **{
-        name: getattr(torch, name)
-        for name in (
-            "negative",
-            "absolute",
-            "exp",
-            "expm1",
-            "log",
-            "log1p",
-            "log2",
-            "log10",
-            "sqrt",
-            "rsqrt",
-            "square",
-            "reciprocal",
-            "sign",
-            "sin",
-            "cos",
-            "tan",
-            "sinh",
-            "cosh",
-            "arcsin",
-            "arccos",
-            "arctan",
-            "floor",
-            "ceil",
-            "round",
-            "erf",
-            "logical_not",
-            "isnan",
-            "isinf",
-            "isfinite",
-        )
-    },
+    **{name: getattr(torch, name) for name in ELEMENTWISE},
 }
