@@ -1,10 +1,12 @@
 """One interface for data parallelism over Keras and PyTorch, and proof that the two agree."""
 
 from isobatch.backend import Backend, Options, Replica, Result, Shard, current_replica
+from isobatch.clusters import Cluster, cluster
 from isobatch.devices import Device
 from isobatch.errors import (
     BackendError,
     BatchSizeError,
+    ClusterError,
     DataError,
     DeviceError,
     DeviceWarning,
@@ -27,6 +29,8 @@ __all__ = [
     "BackendError",
     "BatchSizeError",
     "Broadcast",
+    "Cluster",
+    "ClusterError",
     "DataError",
     "Device",
     "DeviceError",
@@ -42,6 +46,7 @@ __all__ = [
     "SpecError",
     "StructureError",
     "available_backends",
+    "cluster",
     "copy_weights",
     "current_replica",
     "data_parallel",

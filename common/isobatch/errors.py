@@ -6,6 +6,7 @@ Each error is an `IsobatchError` and a builtin, so that `except ValueError` in o
 __all__ = [
     "BackendError",
     "BatchSizeError",
+    "ClusterError",
     "DataError",
     "DeviceError",
     "DeviceWarning",
@@ -27,6 +28,10 @@ class BackendError(IsobatchError, ImportError):
 
 class BatchSizeError(IsobatchError, ValueError):
     """The arrays of a batch, or the sizes asked for, do not agree on the number of rows."""
+
+
+class ClusterError(IsobatchError, RuntimeError):
+    """The processes of a cluster cannot meet, differ, or have lost one of them."""
 
 
 class DataError(IsobatchError, ValueError):

@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 import keras
 
 from isobatch.backend import Backend, Options, Replica, Result, Scalars, Shard
+from isobatch.clusters import cluster_of
 from isobatch.devices import Device, DeviceRequest
 from isobatch_keras import arrays
 from isobatch_keras.devices import resolve, scope, visible_devices
@@ -77,10 +78,11 @@ class KerasBackend(Backend):
     def data_parallel(
         self, model: keras.Model, devices: DeviceRequest, options: Options, output_device: DeviceRequest
     ) -> keras.Model:
-        """Return a `keras.Model` that splits each batch between replicas."""
-        places = resolve(devices)
+        """Return a `keras.Model` that splits each batch between replicas, one that works with those of other processes in a cluster."""
+        cluster = cluster_of(devices)
+        places = resolve(devices if cluster is None else cluster.local_devices(visible_devices()))
         output = Device("cpu", 0) if output_device is None else resolve(output_device)[0]
-        return parallelize(model, places, options, output)
+        return parallelize(model, places, options, output, cluster)
 
     def load(
         self,

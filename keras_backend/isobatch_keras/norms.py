@@ -14,9 +14,10 @@ import keras
 from isobatch.errors import ModelError
 from isobatch_keras.arrays import counted
 
-__all__ = ["Norm", "counting", "norms_of", "pool"]
+__all__ = ["Norm", "counting", "in_step", "norms_of", "pool"]
 
 Norm: TypeAlias = keras.layers.BatchNormalization
+Pool: TypeAlias = Generator[list[Any], Any, tuple[Any, Any]]
 
 _lock = threading.Lock()
 _users: dict[Norm, int] = {}  # how many replicas count the calls of a layer just now
@@ -91,7 +92,7 @@ def pool(
     layer: Norm,
     calls: Sequence[Sequence[tuple[Any, Any, Any]]],
     sizes: Sequence[Any],
-) -> tuple[Any, Any]:
+) -> Pool:
     """Return the running mean and variance after the calls of all replicas, as if their rows had been one batch.
 
     Keras divides sums over `n` positions by `n`, and under a mask by `n` and a small constant. With a replica's mean `m`, its
@@ -103,6 +104,9 @@ def pool(
         calls: For each replica, for each call: the positions that were not masked (`None` for no mask), and the running mean and
             variance it left, `(C,)`.
         sizes: Rows of each replica.
+
+    Yields:
+        Sums over the replicas; it wants to be sent sums over all there are, those of other processes too.
 
     Raises:
         ModelError: The replicas called the layer differently often.
@@ -123,20 +127,21 @@ def pool(
             keras.ops.cast(counted(count if masked else size, size), mean.dtype)
             for (count, _, _), size in zip(made, sizes, strict=True)
         ]
-        total = sum(counts[1:], counts[0]) + constant
         # An update is `keep * before + (1 - keep) * statistic`, so the statistic times `1 - keep` can be read off it.
         shares = [
             (new_mean - keep * old_mean, new_variance - keep * old_variance)
             for (_, new_mean, new_variance), (old_mean, old_variance) in zip(made, before, strict=True)
         ]
-        centre = (
+        total, centre = yield [
+            _sum(counts),
             _sum(
                 counted(m * (n + constant), size)
                 for (m, _), n, size in zip(shares, counts, sizes, strict=True)
-            )
-            / total
-        )
-        spread = (
+            ),
+        ]
+        total = total + constant
+        centre = centre / total
+        (spread,) = yield [
             _sum(
                 counted(
                     v * (n + constant)
@@ -145,11 +150,41 @@ def pool(
                 )
                 for (m, v), n, size in zip(shares, counts, sizes, strict=True)
             )
-            / total
-        )
+        ]
+        spread = spread / total
         mean, variance = keep * mean + centre, keep * variance + spread
         before = [(new_mean, new_variance) for _, new_mean, new_variance in made]
     return mean, variance
+
+
+def in_step(
+    pools: Sequence[Pool], add_up: Callable[[Sequence[Any]], Sequence[Any]] | None
+) -> list[tuple[Any, Any]]:
+    """Run pools side by side, so that what they want to have added up goes in one message.
+
+    Args:
+        pools: Of several layers.
+        add_up: Returns sums over all processes; `None` where there are no others.
+
+    Returns:
+        The running mean and variance of each.
+    """
+    results: list[Any] = [None] * len(pools)
+    answers: dict[int, Any] = dict.fromkeys(range(len(pools)))
+    while answers:
+        wanted: dict[int, list[Any]] = {}
+        for i, answer in answers.items():
+            try:
+                wanted[i] = pools[i].send(answer)
+            except StopIteration as end:
+                results[i] = end.value
+        sums = iter(
+            [x for some in wanted.values() for x in some]
+            if add_up is None or not wanted
+            else add_up([x for some in wanted.values() for x in some])
+        )
+        answers = {i: [next(sums) for _ in some] for i, some in wanted.items()}
+    return results
 
 
 def _sum(values: Iterable[Any]) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import keras
 
 from isobatch.backend import Options
+from isobatch.clusters import Cluster
 from isobatch.devices import Device
 from isobatch.errors import BackendError, ModelError
 from isobatch_keras.mirror import Mirror
@@ -18,7 +19,11 @@ _TRIED = ("tensorflow", "torch")
 
 
 def parallelize(
-    model: keras.Model, devices: tuple[Device, ...], options: Options, output_device: Device
+    model: keras.Model,
+    devices: tuple[Device, ...],
+    options: Options,
+    output_device: Device,
+    cluster: Cluster | None = None,
 ) -> keras.Model:
     """Return a model that runs one replica of another on each device.
 
@@ -27,6 +32,7 @@ def parallelize(
         devices: One for each replica.
         options: How to split, join and keep state.
         output_device: Where outputs are joined.
+        cluster: The processes, if there are several, of which each has such a model.
 
     Raises:
         BackendError: Keras runs on another backend than TensorFlow or torch.
@@ -46,5 +52,10 @@ def parallelize(
         )
         raise ModelError(msg)
     check(model, options)
-    cls = ParallelCall if functional_of(model) is None else Parallel
+    functional = functional_of(model) is not None
+    if cluster is not None and cluster.size > 1:
+        from isobatch_keras.cluster import ClusterCall, ClusterModel
+
+        return (ClusterModel if functional else ClusterCall)(model, devices, options, output_device, cluster)
+    cls = Parallel if functional else ParallelCall
     return cls(model, devices, options, output_device)

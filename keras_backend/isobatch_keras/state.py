@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,9 +12,9 @@ import keras
 
 from isobatch.backend import Shard, StatePolicy
 from isobatch_keras.arrays import is_traced, reduce
-from isobatch_keras.norms import Norm, pool
+from isobatch_keras.norms import Norm, in_step, pool
 
-__all__ = ["Outcome", "Recording", "carry", "settle"]
+__all__ = ["Across", "Outcome", "Recording", "across", "carry", "is_seed", "settle"]
 
 Update = tuple[keras.Variable, Any]
 
@@ -50,6 +51,37 @@ class Outcome:
     def values(self, variable: keras.Variable) -> list[Any]:
         """Return the values a variable was given, in order."""
         return [value for updated, value in self.updates if updated is variable]
+
+
+class Across:
+    """One call of a model that other processes make too, on rows of their own.
+
+    Args:
+        rank: This process.
+        add_up: Returns the sums over all processes of float tensors.
+    """
+
+    def __init__(self, rank: int, add_up: Callable[[Sequence[Any]], list[Any]]) -> None:
+        self.rank = rank
+        self.add_up = add_up
+        self.rows: Any = 0
+        self._weight: Any = None
+
+    @property
+    def weight(self) -> Any:
+        """The part of all rows that this process had, a 0-d tensor; 0 where nobody had any."""
+        if self._weight is None:
+            own = keras.ops.cast(self.rows, "float64")
+            self._weight = own / keras.ops.maximum(self.add_up([own])[0], 1.0)
+        return self._weight
+
+    def share(self, value: Any) -> Any:
+        """Return what this process adds to the mean of a value over all rows; zeros if it had none, were the value NaN."""
+        part = value * keras.ops.cast(self.weight, value.dtype)
+        return keras.ops.where(self.weight > 0, part, keras.ops.zeros_like(part))
+
+
+across: ContextVar[Across | None] = ContextVar("isobatch_keras_across", default=None)
 
 
 class Recording(keras.StatelessScope):
@@ -103,7 +135,7 @@ def carry(
     """
     carried = dict(previous)
     for variable, value in updates:
-        if policy == "sequential" or _is_seed(variable):
+        if policy == "sequential" or is_seed(variable):
             _, start = previous.get(id(variable), (variable, variable.value))
             carried[id(variable)] = (variable, _select(size, value, start))
     return carried
@@ -117,14 +149,45 @@ def settle(outcomes: Sequence[Outcome], policy: StatePolicy, norms: Sequence[Nor
         policy: `"merge"`, `"first"` or `"sequential"`.
         norms: The template's batch normalisations.
     """
+    others = across.get()
+    if others is not None:
+        others.rows = sum(outcome.size for outcome in outcomes)
     touched = {id(variable): variable for outcome in outcomes for variable, _ in outcome.updates}
     pooled = _pooled(outcomes, norms, touched) if policy == "merge" else {}
     settled = [
         (variable, pooled[key] if key in pooled else _settled(variable, outcomes, policy))
         for key, variable in touched.items()
     ]
+    if others is not None:
+        settled = _shared(settled, pooled, policy, others)
     for variable, value in settled:
         variable.assign(value)
+
+
+def _shared(
+    settled: Sequence[Update], pooled: Mapping[int, Any], policy: StatePolicy, others: Across
+) -> list[Update]:
+    """Let float state be the mean over all processes, or that of rank 0; statistics in `pooled` are those of all rows already."""
+    places = [
+        i
+        for i, (variable, _) in enumerate(settled)
+        if id(variable) not in pooled and keras.backend.is_float_dtype(variable.dtype)
+    ]
+    if not places:
+        return list(settled)
+    values = [keras.ops.convert_to_tensor(settled[i][1]) for i in places]
+    own = [
+        others.share(value)
+        if policy == "merge"
+        else value
+        if others.rank == 0
+        else keras.ops.zeros_like(value)
+        for value in values
+    ]
+    result = list(settled)
+    for i, value in zip(places, others.add_up(own), strict=True):
+        result[i] = (settled[i][0], value)
+    return result
 
 
 def _pooled(
@@ -132,21 +195,33 @@ def _pooled(
 ) -> dict[int, Any]:
     """Return the statistics of batch normalisations, by the `id` of their variables."""
     sizes = [outcome.size for outcome in outcomes]
-    pooled: dict[int, Any] = {}
-    for layer in norms:
+    others = across.get()
+    updated = [
+        layer for layer in norms if id(layer.moving_mean) in touched and id(layer.moving_variance) in touched
+    ]
+    pools = []
+    for layer in updated:
         variables = layer.moving_mean, layer.moving_variance
-        if id(variables[0]) in touched and id(variables[1]) in touched:
-            calls = [
-                list(zip(outcome.counts.get(layer, ()), *map(outcome.values, variables), strict=True))
-                for outcome in outcomes
-            ]
-            for variable, value in zip(variables, pool(layer, calls, sizes), strict=True):
-                pooled[id(variable)] = _select(sum(sizes), value, variable.value)
+        calls = [
+            list(zip(outcome.counts.get(layer, ()), *map(outcome.values, variables), strict=True))
+            for outcome in outcomes
+        ]
+        pools.append(pool(layer, calls, sizes if others is None else [_traced(size) for size in sizes]))
+    rows = sum(sizes) if others is None else 1  # somewhere there are some
+    pooled: dict[int, Any] = {}
+    for layer, values in zip(updated, in_step(pools, None if others is None else others.add_up), strict=True):
+        for variable, value in zip((layer.moving_mean, layer.moving_variance), values, strict=True):
+            pooled[id(variable)] = _select(rows, value, variable.value)
     return pooled
 
 
+def _traced(size: Any) -> Any:
+    """Return a number of rows as a tensor, whose 0 counts nothing."""
+    return keras.ops.convert_to_tensor(size, "int64")
+
+
 def _settled(variable: keras.Variable, outcomes: Sequence[Outcome], policy: StatePolicy) -> Any:
-    if policy == "sequential" or _is_seed(variable):
+    if policy == "sequential" or is_seed(variable):
         return next(o.carried[id(variable)][1] for o in reversed(outcomes) if id(variable) in o.carried)
     start = variable.value
     if policy == "first" or not keras.backend.is_float_dtype(variable.dtype):
@@ -159,7 +234,8 @@ def _settled(variable: keras.Variable, outcomes: Sequence[Outcome], policy: Stat
     return _select(sum(sizes), merged, start)
 
 
-def _is_seed(variable: keras.Variable) -> bool:
+def is_seed(variable: keras.Variable) -> bool:
+    """Say whether a variable is the state of a seed generator."""
     return str(variable.name) == "seed_generator_state"
 
 

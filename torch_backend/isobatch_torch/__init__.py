@@ -10,12 +10,14 @@ from isobatch_torch.functional import (
     scatter,
     scatter_kwargs,
 )
+from isobatch_torch.loader import data_loader
 from isobatch_torch.loading import load
 from isobatch_torch.spec import from_spec, register_layer
 
 __all__ = [
     "DataParallel",
     "current_replica",
+    "data_loader",
     "data_parallel",
     "from_spec",
     "gather",

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from os import PathLike
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import nn
 
 from isobatch.backend import Backend, Options, Replica, Result, Scalars, Shard
+from isobatch.clusters import cluster_of
 from isobatch.devices import Device, DeviceRequest
 from isobatch_torch.accelerators import visible
 from isobatch_torch.arrays import equal, join, reduce, shape, take
 from isobatch_torch.engine import Engine, bound_call, check_outcomes
 from isobatch_torch.internals import is_confined
 from isobatch_torch.workers import ThreadState, run_all, run_here
+
+if TYPE_CHECKING:
+    from isobatch_torch.data_parallel import DataParallel
 
 __all__ = ["BACKEND", "TorchBackend"]
 
@@ -73,9 +77,16 @@ class TorchBackend(Backend):
 
     def data_parallel(
         self, model: nn.Module, devices: DeviceRequest, options: Options, output_device: DeviceRequest
-    ) -> nn.Module:
-        """Return a `DataParallel` of the module."""
+    ) -> DataParallel:
+        """Return a `DataParallel` of the module, one that works with those of other processes for a cluster of several."""
         from isobatch_torch.data_parallel import DataParallel
+
+        if (cluster := cluster_of(devices)) is not None:
+            if cluster.size > 1:
+                from isobatch_torch.cluster import ClusterParallel
+
+                return ClusterParallel(model, cluster, output_device, options=options)
+            devices = cluster.devices
 
         return DataParallel(model, devices, output_device, options=options)
 

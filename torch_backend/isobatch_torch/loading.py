@@ -10,6 +10,7 @@ from torch import nn
 from isobatch.backend import Options
 from isobatch.devices import DeviceRequest
 from isobatch.errors import ModelError
+from isobatch_torch.backend import BACKEND
 from isobatch_torch.data_parallel import DataParallel
 
 __all__ = ["load"]
@@ -54,4 +55,4 @@ def load(
         if isinstance(found, dict):
             msg += " Weights alone are loaded into a module that exists: parallel.load_state_dict(torch.load(path))."
         raise ModelError(msg)
-    return DataParallel(found, devices, output_device, options=options)
+    return BACKEND.data_parallel(found, devices, options or Options(), output_device)

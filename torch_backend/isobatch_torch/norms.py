@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from torch import nn
 
 from isobatch_torch.internals import BatchNorm, RunningNorm, buffers_of, move_towards
 
-__all__ = ["Statistics", "merge_statistics", "recorded", "watch"]
+__all__ = ["Across", "Statistics", "across", "merge_statistics", "recorded", "watch"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +34,23 @@ recorded: ContextVar[dict[nn.Module, list[Statistics]] | None] = ContextVar(
     "isobatch_torch_recorded", default=None
 )
 """Where the layers of the replica now running write their statistics; `None`: they keep them themselves."""
+
+
+@dataclass(frozen=True, slots=True)
+class Across:
+    """How statistics become those of all processes, and of which layers they did.
+
+    Args:
+        add_up: Returns the sum of all processes' tensors.
+        layers: Those whose statistics were pooled.
+    """
+
+    add_up: Callable[[torch.Tensor], torch.Tensor]
+    layers: list[nn.Module] = field(default_factory=list)
+
+
+across: ContextVar[Across | None] = ContextVar("isobatch_torch_across", default=None)
+"""Set around a call that other processes make too, on rows of their own."""
 
 _STATE = ("running_mean", "running_var", "num_batches_tracked")
 
@@ -97,7 +114,11 @@ def merge_statistics(calls: Sequence[tuple[nn.Module, Sequence[Statistics]]]) ->
         kind = (_correction(layer), _factor(layer), mean.dtype, mean.device, len(parts))
         groups.setdefault(kind, []).append((layer, parts))
     for (correction, factor, *_), group in groups.items():
-        mean, var = _pool([parts for _, parts in group], correction)
+        others = across.get()
+        add_up = _unchanged if others is None else others.add_up
+        mean, var = _pool([parts for _, parts in group], correction, add_up)
+        if others is not None:
+            others.layers.extend(layer for layer, _ in group)
         _update([layer.running_mean for layer, _ in group], mean, factor)
         _update([layer.running_var for layer, _ in group], var, factor)
         for layer, _ in group:
@@ -125,8 +146,14 @@ def _update(running: list[torch.Tensor], values: torch.Tensor, factor: float) ->
     move_towards(running, [part.to(running[0]) for part in parts], factor)
 
 
+def _unchanged(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
 def _pool(
-    layers: Sequence[Sequence[Statistics]], correction: int | None
+    layers: Sequence[Sequence[Statistics]],
+    correction: int | None,
+    add_up: Callable[[torch.Tensor], torch.Tensor],
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return mean and variance over all replicas, for all channels of all layers in a row; computed in float64."""
     device = layers[0][0].mean.device
@@ -142,9 +169,10 @@ def _pool(
     variances = torch.stack(
         [torch.cat([part.var.to(device) for part in parts]) for parts in by_rank], 1
     ).double()
-    total = count.sum(1)
-    mean = (count * means).sum(1) / total
+    total, mean = add_up(torch.stack([count.sum(1), (count * means).sum(1)]))
+    mean = mean / total
     if correction is None:
-        return mean, (count * variances).sum(1) / total
+        return mean, add_up((count * variances).sum(1)) / total
     between = (count * (means - mean[:, None]).square()).sum(1)
-    return mean, (((count - correction) * variances).sum(1) + between) / (total - correction).clamp(min=1)
+    squares = add_up(((count - correction) * variances).sum(1) + between)
+    return mean, squares / (total - correction).clamp(min=1)
