@@ -1,4 +1,4 @@
-# ruff: noqa: INP001, NPY002, T201
+# ruff: noqa: NPY002
 """The example of the old documentation of `keras.utils.multi_gpu_model`, with eight GPUs or stand-ins for them.
 
 On a machine without eight GPUs: ISOBATCH_VIRTUAL_GPUS=8 python examples/keras_multi_gpu_model.py

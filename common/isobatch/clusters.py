@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+from isobatch.backend import Options
 from isobatch.devices import Device, DeviceRequest
 from isobatch.errors import ClusterError, DeviceError
 from isobatch.rows import row_stop
@@ -111,6 +112,26 @@ class Cluster:
             )
             raise DeviceError(msg)
         return [accelerators[self.local_rank]]
+
+    def check(self, options: Options) -> None:
+        """Raise unless several processes can go by these options.
+
+        Args:
+            options: Of a parallel model.
+
+        Raises:
+            ValueError: `state="sequential"`, which would have processes wait for each other, or `scalars="stack"`, of whose numbers each
+                process has its own.
+
+        >>> Cluster().check(Options(state="first"))
+        """
+        for name, got, others in (
+            ("state", options.state, ("merge", "first")),
+            ("scalars", options.scalars, ("mean", "sum")),
+        ):
+            if got not in others:
+                msg = f"Expected {name} to be one of {others} in a cluster, got {got!r}."
+                raise ValueError(msg)
 
     def rows(self, batch: int) -> range:
         """Return which rows of a whole batch are this process's: by rank, sizes differing by at most one.

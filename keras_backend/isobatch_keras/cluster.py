@@ -31,14 +31,14 @@ class Member(Mirror):
     Args:
         template: The model; every process gets the weights of rank 0.
         devices: Those of this process.
-        options: As in `data_parallel`, without `state="sequential"`.
+        options: As in `data_parallel`, but for those that `Cluster.check` refuses.
         output_device: Where outputs are joined.
         cluster: The processes; `None` for one by itself, which a copy of the model is.
 
     Raises:
         BackendError: Keras does not run on TensorFlow.
         ClusterError: The model, Keras or TensorFlow is not the same in every process.
-        ValueError: The option `state` is `"sequential"`, which would have processes wait for each other.
+        ValueError: An option is one that `Cluster.check` refuses.
     """
 
     def __init__(
@@ -52,10 +52,8 @@ class Member(Mirror):
         if keras.config.backend() != "tensorflow":
             msg = f"Expected Keras to run on tensorflow in a cluster, it runs on {keras.config.backend()}. Set KERAS_BACKEND=tensorflow."
             raise BackendError(msg)
-        if options.state == "sequential":
-            msg = "Expected state='merge' or 'first' in a cluster, got 'sequential': each process would wait for the one before."
-            raise ValueError(msg)
         self.__dict__["cluster"] = cluster or Cluster()
+        self.cluster.check(options)
         super().__init__(template, devices, options, output_device)
         if cluster is not None:
             self._agree(options)

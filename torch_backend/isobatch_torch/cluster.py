@@ -37,12 +37,12 @@ class ClusterParallel(DataParallel):
         module: What is made parallel; every process gets the weights of rank 0.
         cluster: The processes, and the devices of this one.
         output_device: As for `DataParallel`.
-        options: As for `DataParallel`, without `state="sequential"`.
+        options: As for `DataParallel`, but for those that `Cluster.check` refuses.
         ddp: What `DistributedDataParallel` takes, such as `find_unused_parameters=True`.
 
     Raises:
         ClusterError: The module, or torch, is not the same in every process.
-        ValueError: The option `state` is `"sequential"`, which would have processes wait for each other.
+        ValueError: An option is one that `Cluster.check` refuses.
     """
 
     cluster: Cluster
@@ -57,9 +57,7 @@ class ClusterParallel(DataParallel):
         **ddp: Any,
     ) -> None:
         super().__init__(module, cluster.local_devices(visible()), output_device, options=options)
-        if self.options.state == "sequential":
-            msg = "Expected state='merge' or 'first' in a cluster, got 'sequential': each process would wait for the one before."
-            raise ValueError(msg)
+        cluster.check(self.options)
         vars(self).update(cluster=cluster, _ddp=None, _ddp_options=ddp, _step=None, _random=None)
         if not _members:
             at_exit(_forget)

@@ -10,17 +10,19 @@ import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
+from torch.distributed.rendezvous import rendezvous
 
 from isobatch.clusters import whereabouts
 from isobatch.errors import ClusterError
 
-__all__ = ["TorchCollective", "at_exit", "connect"]
+__all__ = ["TorchCollective", "at_exit", "connect", "explain"]
 
 _ROLL_CALL = 3  # seconds within which a process that is still there notices that another one is not
 
@@ -101,21 +103,11 @@ class TorchCollective:
         except (dist.DistError, RuntimeError) as error:
             if isinstance(error, ClusterError):
                 raise
-            lost = self.lost()
-            who = (
-                "; ".join(f"rank {rank}, {self.people[rank]}" for rank in lost)
-                if len(self.people) > 1
-                else ""
-            )
-            msg = (
-                f"Lost {who}. The others cannot go on without it."
-                if who
-                else "Expected every process to take part in a step, not all did in time."
-            )
+            msg = self.missing() or "Expected every process to take part in a step, not all did in time."
             raise ClusterError(msg) from error
 
-    def lost(self) -> list[int]:
-        """Return the ranks that do not answer any more."""
+    def missing(self) -> str:
+        """Return a sentence that says which processes do not answer any more; an empty one if all do."""
         silent = set(range(self.size)) - {self.rank}
         try:
             self.store.set(f"isobatch/here/{self.rank}", "")
@@ -124,8 +116,24 @@ class TorchCollective:
                 silent -= {rank for rank in silent if self.store.check([f"isobatch/here/{rank}"])}
                 time.sleep(0.05)
         except (dist.DistError, RuntimeError):
-            return [0]  # the store was with it
-        return sorted(silent)
+            silent = {0}  # the store was with it
+        if not silent or len(self.people) < self.size:
+            return ""
+        who = "; ".join(f"rank {rank}, {self.people[rank]}" for rank in sorted(silent))
+        return f"Lost {who}. The others cannot go on without it."
+
+
+def explain(error: BaseException) -> None:
+    """Add to an error of the engine which process is missing, where DistributedDataParallel raised it by itself.
+
+    Args:
+        error: Any error that is about to end the process.
+    """
+    words = ("gloo", "NCCL", "Connection closed by peer", "Connection reset by peer")
+    if not _connected or not isinstance(error, RuntimeError) or isinstance(error, ClusterError):
+        return
+    if any(word in str(error) for word in words) and (missing := _connected[0].missing()):
+        error.add_note(missing)
 
 
 _connected: list[TorchCollective] = []
@@ -146,8 +154,14 @@ def connect(rank: int, size: int, timeout: float) -> TorchCollective:
         return _connected[0]
     try:
         if not dist.is_initialized():
-            dist.init_process_group(rank=rank, world_size=size, timeout=timedelta(seconds=timeout))
+            store, *_ = next(iter(rendezvous("env://", rank, size, timeout=timedelta(seconds=timeout))))
+            # torchrun keeps its store over a restart, with the addresses of the processes before (seen with torch 2.13).
+            attempt = c10d.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+            dist.init_process_group(
+                store=attempt, rank=rank, world_size=size, timeout=timedelta(seconds=timeout)
+            )
             atexit.register(_leave)
+            sys.excepthook = partial(_report, sys.excepthook)
         if (dist.get_rank(), dist.get_world_size()) != (rank, size):
             msg = f"Expected rank {rank} of {size} processes, got a group in which this is rank {dist.get_rank()} of {dist.get_world_size()}."
             raise ClusterError(msg)
@@ -162,6 +176,11 @@ def connect(rank: int, size: int, timeout: float) -> TorchCollective:
         )
         raise ClusterError(msg) from error
     return _connected[0]
+
+
+def _report(report: Callable[..., Any], kind: type[BaseException], error: BaseException, trace: Any) -> None:
+    explain(error)
+    report(kind, error, trace)
 
 
 def at_exit(release: Callable[[], None]) -> None:
