@@ -30,6 +30,12 @@ app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions
 # Typer uses the package click or a copy of its own, by its version; this is the class in either.
 _TyperUsageError: type[Exception] = typer.BadParameter.__bases__[0]
 
+_Model = Annotated[
+    str, typer.Argument(help="A .keras or .h5 file, module:function, or an application's name.")
+]
+_Size = Annotated[int | None, typer.Option(help="Height and width of an application's images.", min=1)]
+_JsonFile = Annotated[Path | None, typer.Option("--json", help="Write everything to this file.")]
+
 _INTERRUPTED = 130  # what a shell reports for a process ended by Ctrl-C
 
 
@@ -89,7 +95,7 @@ def parity(  # noqa: PLR0917 - typer calls it by name
     seed: Annotated[
         int, typer.Option(help="For the split of the data, the first weights and the order of rows.")
     ] = 0,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write everything to this file.")] = None,
+    json_file: _JsonFile = None,
     html_file: Annotated[
         Path | None,
         typer.Option("--html", help="Write a report of the MODEL to this file, which needs nothing else."),
@@ -107,9 +113,7 @@ def parity(  # noqa: PLR0917 - typer calls it by name
         str, typer.Option(help="channels_first if the torch module takes images so.")
     ] = "channels_last",
     rows: Annotated[int, typer.Option(help="Rows that a MODEL is run on.", min=1)] = 7,
-    size: Annotated[
-        int | None, typer.Option(help="Height and width of an application's images.", min=1)
-    ] = None,
+    size: _Size = None,
 ) -> int:
     """Hold a Keras MODEL against its twin in torch, layer by layer in float64.
 
@@ -154,19 +158,13 @@ def _model_parity(
         _start("torch", "keras")
         report = run_model(progress=progress, **options)
     print_model_report(report)
-    json_file, html_file = files
-    if json_file is not None:
-        json_file.write_text(json.dumps(report.as_dict(), indent=2, allow_nan=False) + "\n", encoding="utf-8")
-    if html_file is not None:
-        html_file.write_text(render_html(report), encoding="utf-8")
+    _write(report, *files, render_html)
     return 0 if report.passed else 1
 
 
 @app.command()
 def bench(  # noqa: PLR0917 - typer calls it by name
-    model: Annotated[
-        str, typer.Argument(help="A .keras or .h5 file, module:function, or an application's name.")
-    ],
+    model: _Model,
     replicas: Annotated[
         str, typer.Option(help="Numbers of replicas, separated by commas, beside the model by itself.")
     ] = "2,4",
@@ -177,12 +175,10 @@ def bench(  # noqa: PLR0917 - typer calls it by name
     data: Annotated[
         Path | None, typer.Option(help="A .npz or .npy file or a folder of images, instead of random rows.")
     ] = None,
-    size: Annotated[
-        int | None, typer.Option(help="Height and width of an application's images.", min=1)
-    ] = None,
+    size: _Size = None,
     seconds: Annotated[float, typer.Option(help="How long to time each choice.", min=0.1)] = 2.0,
     seed: Annotated[int, typer.Option(help="Of random rows and weights.", min=0)] = 0,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write everything to this file.")] = None,
+    json_file: _JsonFile = None,
     html_file: Annotated[
         Path | None, typer.Option("--html", help="Write a page with a plot to this file.")
     ] = None,
@@ -211,22 +207,15 @@ def bench(  # noqa: PLR0917 - typer calls it by name
             progress=progress,
         )
     print_bench(report)
-    if json_file is not None:
-        json_file.write_text(json.dumps(report.as_dict(), indent=2, allow_nan=False) + "\n", encoding="utf-8")
-    if html_file is not None:
-        html_file.write_text(render_bench(report), encoding="utf-8")
+    _write(report, json_file, html_file, render_bench)
     return 0 if report.complete else _INTERRUPTED
 
 
 @app.command()
 def twin(
-    model: Annotated[
-        str, typer.Argument(help="A .keras or .h5 file, module:function, or an application's name.")
-    ],
+    model: _Model,
     output: Annotated[Path, typer.Option("--output", "-o", help="The folder to write to.")],
-    size: Annotated[
-        int | None, typer.Option(help="Height and width of an application's images.", min=1)
-    ] = None,
+    size: _Size = None,
 ) -> int:
     """Write a Keras MODEL so that isobatch_torch.from_spec builds it in torch on a machine without Keras."""
     from isobatch.model_parity import write_twin
@@ -236,6 +225,18 @@ def twin(
     count = sum(tensor.size for tensor in spec.tensors.values())
     sys.stdout.write(f"{spec.name}: {len(spec.nodes)} operations and {count:,} weights in {output}\n")
     return 0
+
+
+def _write(
+    report: Any,
+    json_file: Path | None,
+    html_file: Path | None = None,
+    render: Callable[[Any], str] = str,
+) -> None:
+    if json_file is not None:
+        json_file.write_text(json.dumps(report.as_dict(), indent=2, allow_nan=False) + "\n", encoding="utf-8")
+    if html_file is not None:
+        html_file.write_text(render(report), encoding="utf-8")
 
 
 def _check_outputs(*files: Path | None) -> None:
@@ -264,8 +265,7 @@ def _digits_parity(
         _start("torch", "keras")  # in this order: torch must be loaded before TensorFlow
         report = run(images, counts, batches, seed=seed, progress=progress)
     print_report(report)
-    if json_file is not None:
-        json_file.write_text(json.dumps(report.as_dict(), indent=2, allow_nan=False) + "\n", encoding="utf-8")
+    _write(report, json_file)
     return 0 if report.passed else 1
 
 
