@@ -1,5 +1,6 @@
 """Keras's training in torch: optimizers, schedules, losses and metrics with Keras's meaning, as ordinary torch objects."""
 
+from isobatch_torch.training.optimizer import KerasOptimizer
 from isobatch_torch.training.optimizers import (
     SGD,
     Adadelta,
@@ -8,7 +9,6 @@ from isobatch_torch.training.optimizers import (
     Adamax,
     AdamW,
     Ftrl,
-    KerasOptimizer,
     Lion,
     Nadam,
     RMSprop,

@@ -16,7 +16,8 @@ from isobatch.trees import flatten
 from isobatch_torch.spec.build import Twin, module_path, parts_of, to_torch
 from isobatch_torch.training.losses import TotalLoss, keep_logits
 from isobatch_torch.training.metrics import KerasMetric, build_metric
-from isobatch_torch.training.optimizers import KerasOptimizer, RepeatedRows, optimizer_class
+from isobatch_torch.training.optimizer import KerasOptimizer, RepeatedRows
+from isobatch_torch.training.optimizers import optimizer_class
 from isobatch_torch.training.schedules import KerasSchedule
 
 __all__ = ["TrainingTwin", "from_recipe"]
