@@ -113,12 +113,11 @@ def test_every_optimizer_takes_the_same_steps_from_the_middle_of_training(name):
 
 SPARSE = {"sparse_categorical_crossentropy", "categorical_generalized_cross_entropy"}
 FUNCTIONS = {"categorical_generalized_cross_entropy": keras.losses.CategoricalGeneralizedCrossEntropy}
-OTHERS = sorted(set(LOSSES) - {"ctc"})
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("last", ["softmax", None])
-@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize("name", LOSSES)
 def test_every_loss_has_the_same_value_and_gradient(name, last):
     if last is None and name in {"kl_divergence", "poisson", "categorical_generalized_cross_entropy"}:
         last = "sigmoid"  # they are about probabilities

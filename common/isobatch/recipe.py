@@ -82,7 +82,6 @@ LOSSES = (
     "categorical_generalized_cross_entropy",
     "dice",
     "tversky",
-    "ctc",
 )
 """Functions of targets and outputs that give a value for each row; metrics take their running mean."""
 

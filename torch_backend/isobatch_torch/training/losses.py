@@ -343,12 +343,6 @@ def _tversky(y: Tensor, p: Tensor, alpha: float = 0.5, beta: float = 0.5, axis: 
     return 1 - both / (both + missed * alpha + wrong * beta + _EPSILON)
 
 
-def _ctc(y: Tensor, p: Tensor) -> Tensor:
-    steps = torch.full((len(p),), p.shape[1], dtype=torch.long)
-    lengths = (y != 0).sum(-1)
-    return F.ctc_loss(p.log_softmax(-1).transpose(0, 1), y.long(), steps, lengths, blank=0, reduction="none")
-
-
 FUNCTIONS: dict[str, Callable[..., Tensor]] = {
     "mean_squared_error": _mse,
     "mean_absolute_error": _mae,
@@ -370,6 +364,5 @@ FUNCTIONS: dict[str, Callable[..., Tensor]] = {
     "categorical_generalized_cross_entropy": _gce,
     "dice": _dice,
     "tversky": _tversky,
-    "ctc": _ctc,
 }
 """By the words of `isobatch.recipe.LOSSES`; the arguments are named as Keras names them."""
