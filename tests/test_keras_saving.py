@@ -312,3 +312,14 @@ def test_mixed_precision_goes_on_with_its_loss_scale(tmp_path):
 def test_a_missing_file_is_said_to_be_missing(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"none\.keras"):
         isobatch.load(tmp_path / "none.keras")
+
+
+@pytest.mark.parametrize("part", [0.0, 0.5, 0.99])
+def test_a_file_that_was_cut_off_is_said_to_be(tmp_path, part):
+    file = tmp_path / "net.keras"
+    sequential().save(file)
+    file.write_bytes(file.read_bytes()[: int(part * file.stat().st_size)])
+    with pytest.raises(
+        isobatch.ModelError, match=r"net\.keras' to be a whole \.keras archive, it is none: it was cut off"
+    ):
+        isobatch.load(file, devices=2)

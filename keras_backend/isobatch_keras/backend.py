@@ -16,6 +16,7 @@ from isobatch.clusters import cluster_of
 from isobatch.devices import Device, DeviceRequest
 from isobatch_keras import arrays
 from isobatch_keras.devices import resolve, scope, visible_devices
+from isobatch_keras.files import read_model
 from isobatch_keras.gathering import Joining
 from isobatch_keras.mirror import adopt_compilation
 from isobatch_keras.norms import norms_of
@@ -94,7 +95,7 @@ class KerasBackend(Backend):
         """Return the model in a file, parallel again, compiled as it was saved, with its optimizer."""
         if not Path(path).exists():
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), os.fspath(path))
-        model = keras.saving.load_model(path)
+        model = read_model(path)
         parallel = self.data_parallel(model, devices, options, output_device)
         adopt_compilation(parallel, model)
         return parallel

@@ -9,6 +9,7 @@ import keras
 import numpy as np
 
 from isobatch.errors import DataError, ModelError
+from isobatch_keras.files import read_model
 
 __all__ = ["application", "images", "open_model"]
 
@@ -28,7 +29,7 @@ def open_model(path: str) -> Any:
         msg = f"Expected a model file, there is no {path!r}."
         raise ModelError(msg)
     try:
-        return keras.saving.load_model(path, compile=False)
+        return read_model(path, compiled=False)
     except Exception as error:
         reason = next(
             (line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__
