@@ -16,7 +16,8 @@ from isobatch.errors import (
     SpecError,
     StructureError,
 )
-from isobatch.parallel import data_parallel, load, virtual_devices
+from isobatch.parallel import data_parallel, device_parallel, load, virtual_devices
+from isobatch.placement import Placement
 from isobatch.registry import available_backends, get_backend
 from isobatch.rows import split_sizes
 from isobatch.trees import Broadcast, Rows
@@ -39,6 +40,7 @@ __all__ = [
     "LeafTypeError",
     "ModelError",
     "Options",
+    "Placement",
     "Replica",
     "Result",
     "Rows",
@@ -50,6 +52,7 @@ __all__ = [
     "copy_weights",
     "current_replica",
     "data_parallel",
+    "device_parallel",
     "get_backend",
     "load",
     "split_sizes",

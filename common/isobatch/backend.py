@@ -9,6 +9,7 @@ from os import PathLike
 from typing import Any, ClassVar, Generic, Literal, Protocol, TypeAlias, TypeVar, get_args
 
 from isobatch.devices import Device, DeviceRequest
+from isobatch.placement import Balance, Part, Placement
 from isobatch.rows import Policy, check_policy
 
 __all__ = [
@@ -149,6 +150,10 @@ class Backend(Protocol):
         """Return the devices this process sees, accelerators first; no memory on them is taken."""
         ...
 
+    def resolve(self, request: DeviceRequest) -> tuple[Device, ...]:
+        """Return the devices that a request means; see `isobatch.devices.resolve_devices`."""
+        ...
+
     def shape(self, value: Any) -> tuple[int, ...] | None:
         """Return an array's shape, `()` for a 0-d one, and `None` for what is no array."""
         ...
@@ -178,9 +183,26 @@ class Backend(Protocol):
         ...
 
     def data_parallel(
-        self, model: Any, devices: DeviceRequest, options: Options, output_device: DeviceRequest
+        self,
+        model: Any,
+        devices: DeviceRequest,
+        options: Options,
+        output_device: DeviceRequest,
+        placements: Sequence[Placement] | None = None,
     ) -> Any:
-        """Return a model of the same kind that splits each batch between replicas."""
+        """Return a model of the same kind that splits each batch between replicas, each placed on devices of its own if asked for."""
+        ...
+
+    def parts(self, model: Any) -> list[str]:
+        """Name everything in a model that can be placed, outer parts before what is inside of them."""
+        ...
+
+    def survey(self, model: Any, example: Any, balance: Balance) -> list[Part]:
+        """Return the innermost parts in an order in which they can run, with what each depends on and costs."""
+        ...
+
+    def device_parallel(self, model: Any, placement: Placement, output_device: DeviceRequest) -> Any:
+        """Return a model of the same kind whose parts run on different devices."""
         ...
 
     def load(

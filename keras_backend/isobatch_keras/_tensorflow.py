@@ -8,7 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 
-__all__ = ["check_equal", "logical_counts", "make_logical_cpus", "padded", "placed"]
+__all__ = ["check_equal", "logical_counts", "make_logical_cpus", "move", "padded", "placed"]
 
 
 def logical_counts() -> dict[str, int]:
@@ -82,6 +82,21 @@ def placed(
         return outputs, gradient
 
     return list(run(*arrays))
+
+
+def move(variable: Any, device: str) -> bool:
+    """Let a variable of Keras lie on a device, with the value it has; say whether it lay elsewhere.
+
+    Args:
+        variable: Its TensorFlow variable is replaced; functions that were traced with the old one go on to use that.
+        device: Where to, as TensorFlow spells it.
+    """
+    full = f"/device:{device.upper()}"
+    if variable.value.device.endswith(full):
+        return False
+    with tf.init_scope(), tf.device(device):
+        variable._initialize(tf.identity(variable.value))  # noqa: SLF001 - there is no public way
+    return True
 
 
 def padded(tensor: Any, rows: Any, axis: int) -> Any:

@@ -14,6 +14,7 @@ import keras
 from isobatch.backend import Backend, Options, Replica, Result, Scalars, Shard
 from isobatch.clusters import cluster_of
 from isobatch.devices import Device, DeviceRequest
+from isobatch.placement import Balance, Part, Placement
 from isobatch_keras import arrays
 from isobatch_keras.devices import resolve, scope, visible_devices
 from isobatch_keras.files import read_model
@@ -21,8 +22,10 @@ from isobatch_keras.gathering import Joining
 from isobatch_keras.mirror import adopt_compilation
 from isobatch_keras.norms import norms_of
 from isobatch_keras.parallel import parallelize
+from isobatch_keras.placing import Placed, graph_of, part_names
 from isobatch_keras.replica import run
 from isobatch_keras.state import Outcome, settle
+from isobatch_keras.survey import survey
 
 __all__ = ["BACKEND", "KerasBackend"]
 
@@ -35,6 +38,10 @@ class KerasBackend(Backend):
     def devices(self) -> tuple[Device, ...]:
         """Return the devices this process sees, accelerators first."""
         return visible_devices()
+
+    def resolve(self, request: DeviceRequest) -> tuple[Device, ...]:
+        """Return the devices that a request means, shared where there are too few logical CPUs."""
+        return resolve(request)
 
     def shape(self, value: Any) -> tuple[int, ...] | None:
         """Return an array's shape; `None` for what is no array."""
@@ -77,13 +84,33 @@ class KerasBackend(Backend):
         return [Result(outcome.shard, outcome.output) for outcome in outcomes]
 
     def data_parallel(
-        self, model: keras.Model, devices: DeviceRequest, options: Options, output_device: DeviceRequest
+        self,
+        model: keras.Model,
+        devices: DeviceRequest,
+        options: Options,
+        output_device: DeviceRequest,
+        placements: Sequence[Placement] | None = None,
     ) -> keras.Model:
         """Return a `keras.Model` that splits each batch between replicas, one that works with those of other processes in a cluster."""
         cluster = cluster_of(devices)
         places = resolve(devices if cluster is None else cluster.local_devices(visible_devices()))
-        output = Device("cpu", 0) if output_device is None else resolve(output_device)[0]
-        return parallelize(model, places, options, output, cluster)
+        return parallelize(
+            model, places, options, _output(output_device), cluster=cluster, placements=placements
+        )
+
+    def parts(self, model: keras.Model) -> list[str]:
+        """Name the operations of a model's graph, and those inside of nested models."""
+        return list(part_names(graph_of(model)))
+
+    def survey(self, model: keras.Model, example: Any, balance: Balance) -> list[Part]:
+        """Return the operations in an order in which they can run, with what each depends on and costs."""
+        return survey(model, example, balance)
+
+    def device_parallel(
+        self, model: keras.Model, placement: Placement, output_device: DeviceRequest
+    ) -> keras.Model:
+        """Return a `keras.Model` whose operations run on the devices of their parts."""
+        return Placed(model, placement, _output(output_device))
 
     def load(
         self,
@@ -99,6 +126,10 @@ class KerasBackend(Backend):
         parallel = self.data_parallel(model, devices, options, output_device)
         adopt_compilation(parallel, model)
         return parallel
+
+
+def _output(request: DeviceRequest) -> Device:
+    return Device("cpu", 0) if request is None else resolve(request)[0]
 
 
 BACKEND = KerasBackend()

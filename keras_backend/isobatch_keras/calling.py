@@ -11,6 +11,7 @@ import keras
 
 from isobatch.backend import Options, Shard
 from isobatch.devices import Device
+from isobatch.placement import Placement
 from isobatch.scatter import scatter
 from isobatch.trees import flatten
 from isobatch_keras.arrays import is_array, shape
@@ -31,6 +32,7 @@ class Setup(NamedTuple):
     devices: tuple[Device, ...]
     options: Options
     output_device: Device
+    placements: tuple[Placement, ...] | None = None
 
 
 def call_parallel(

@@ -3,7 +3,7 @@
 # pyright: reportUntypedFunctionDecorator=false
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import keras
@@ -14,16 +14,28 @@ from isobatch.trees import path_text
 from isobatch_keras.layers import Merge, Replica, count_rows, no_mask, slice_rows
 from isobatch_keras.template import functional_of, split_axes
 
-__all__ = ["build_graph"]
+__all__ = ["Names", "build_graph", "fresh_input"]
 
 
 def build_graph(
-    template: keras.Model, devices: tuple[Device, ...], options: Options, output_device: Device
+    template: keras.Model,
+    devices: tuple[Device, ...],
+    options: Options,
+    output_device: Device,
+    modules: Sequence[keras.Model] | None = None,
 ) -> tuple[Any, Any]:
-    """Build slices, replicas and merge; return the inputs and outputs."""
-    inputs = [_fresh_input(tensor) for tensor in template.inputs]
+    """Build slices, replicas and merge; return the inputs and outputs.
+
+    Args:
+        template: The model.
+        devices: One for each replica.
+        options: How to split, join and keep state.
+        output_device: Where outputs are joined.
+        modules: What each replica runs, if it is not the template itself.
+    """
+    inputs = [fresh_input(tensor) for tensor in template.inputs]
     structure = functional_of(template).input
-    names = _Names([tensor.name for tensor in inputs])
+    names = Names([tensor.name for tensor in inputs])
     axes = split_axes(functional_of(template), options)
     paths = [path_text(path, "inputs") for path, _ in keras.tree.flatten_with_path(structure)]
     split = [(x, path, axis) for x, path, axis in zip(inputs, paths, axes, strict=True) if axis is not None]
@@ -57,7 +69,12 @@ def build_graph(
             for x, axis in zip(inputs, axes, strict=True)
         ]
         replica = Replica(
-            template, rank, device, replicas=len(devices), options=options, name=names.new(f"replica_{rank}")
+            template if modules is None else modules[rank],
+            rank,
+            device,
+            replicas=len(devices),
+            options=options,
+            name=names.new(f"replica_{rank}"),
         )
         outcomes.append(
             replica(
@@ -72,20 +89,21 @@ def build_graph(
     )  # keyword, because Keras takes only tensors by position
 
 
-class _Names:
+class Names:
     """Names not yet taken, because a functional model wants each once."""
 
     def __init__(self, taken: Iterable[str]) -> None:
         self._taken = set(taken)
 
     def new(self, name: str) -> str:
+        """Return a name like this one that is not taken, and take it."""
         while name in self._taken:
             name += "_"
         self._taken.add(name)
         return name
 
 
-def _fresh_input(tensor: Any) -> Any:
+def fresh_input(tensor: Any) -> Any:
     """Return an input like the template's; with its own one each wrapping would hang on the template for ever."""
     layer, _, _ = tensor._keras_history  # noqa: SLF001 - there is no public way from a tensor to its layer
     return keras.layers.InputLayer.from_config(layer.get_config()).output

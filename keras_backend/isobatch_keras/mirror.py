@@ -3,16 +3,15 @@
 # pyright: reportUntypedBaseClass=false
 from __future__ import annotations
 
-from functools import partial
+from collections.abc import Sequence
 from types import MethodType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import keras
 
 from isobatch.devices import Device
-from isobatch_keras.calling import Setup, call_parallel
 
-__all__ = ["Mirror", "adopt_compilation"]
+__all__ = ["Mirror", "Setup", "adopt_compilation"]
 
 _STEPS = ("train_step", "test_step", "predict_step", "compute_loss", "compute_metrics")
 """What a class of models may do its own way in `fit`; done its way here too."""
@@ -29,6 +28,24 @@ else:
     _Base = object  # the classes that use this one derive from a keras.Model themselves
 
 
+class Setup(Protocol):
+    """What a model was made from: a named tuple that its class takes apart as arguments."""
+
+    @property
+    def template(self) -> keras.Model:
+        """The model that was handed in."""
+        ...
+
+    @property
+    def devices(self) -> tuple[Device, ...]:
+        """Where it runs now."""
+        ...
+
+    def __iter__(self) -> Any:
+        """Iterate over the arguments of the class."""
+        ...
+
+
 class Mirror(_Base):
     """A `keras.Model` that is the template to whoever asks for its class, layers or configuration.
 
@@ -41,7 +58,7 @@ class Mirror(_Base):
         """Start to look like a template.
 
         Args:
-            setup: The template, and how it is made parallel.
+            setup: The template, and how it is run.
         """
         template = setup.template
         self.dtype_policy = template.dtype_policy
@@ -55,12 +72,12 @@ class Mirror(_Base):
 
     @property
     def template(self) -> keras.Model:
-        """The model that was made parallel; it owns the weights."""
+        """The model that was handed in; it owns the weights."""
         return self._mirrored.template
 
     @property
     def devices(self) -> tuple[Device, ...]:
-        """Where the replicas run, in rank order."""
+        """Where it runs: the devices of replicas, in rank order, or of parts."""
         return self._mirrored.devices
 
     @property
@@ -98,20 +115,6 @@ class Mirror(_Base):
         config: dict[str, Any] | None = self.template.get_build_config()
         return config
 
-    def call_method(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        """Call a method of the template in parallel, as calling the model does.
-
-        Args:
-            name: Of a method that takes and returns rows.
-            args: Its arguments; arrays are split.
-            kwargs: Its keyword arguments.
-
-        Returns:
-            What the method would return for the whole batch.
-        """
-        method = getattr(self.template, name)
-        return call_parallel(method, args, kwargs, self._mirrored, partial(keras.layers.Layer.add_loss, self))
-
     def export(self, *args: Any, **kwargs: Any) -> Any:
         """Export the template, which computes the same on one device; takes what `keras.Model.export` takes."""
         return self.template.export(*args, **kwargs)
@@ -132,7 +135,8 @@ class Mirror(_Base):
 
     def __reduce__(self) -> tuple[Any, ...]:
         unpickle, arguments = super().__reduce__()
-        return _restore, (unpickle, arguments, type(self), self._mirrored[1:])
+        _, *rest = self._mirrored
+        return _restore, (unpickle, arguments, type(self), rest)
 
 
 def adopt_compilation(parallel: keras.Model, model: keras.Model) -> None:
@@ -147,7 +151,7 @@ def adopt_compilation(parallel: keras.Model, model: keras.Model) -> None:
         parallel.compile(**{**config, "optimizer": model.optimizer, "jit_compile": "auto"})
 
 
-def _restore(unpickle: Any, arguments: tuple[Any, ...], cls: type, rest: tuple[Any, ...]) -> Any:
+def _restore(unpickle: Any, arguments: tuple[Any, ...], cls: type, rest: Sequence[Any]) -> Any:
     """Build a pickled parallel model again."""
     model = unpickle(*arguments)
     parallel = cls(model, *rest)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import keras
 
 from isobatch.backend import Options
 from isobatch.clusters import Cluster
 from isobatch.devices import Device
 from isobatch.errors import BackendError, ModelError
+from isobatch.placement import Placement
 from isobatch_keras.mirror import Mirror
+from isobatch_keras.placing import graph_of
 from isobatch_keras.template import check, functional_of
 from isobatch_keras.wrapper import Parallel, ParallelCall
 
@@ -23,7 +27,9 @@ def parallelize(
     devices: tuple[Device, ...],
     options: Options,
     output_device: Device,
+    *,
     cluster: Cluster | None = None,
+    placements: Sequence[Placement] | None = None,
 ) -> keras.Model:
     """Return a model that runs one replica of another on each device.
 
@@ -33,6 +39,7 @@ def parallelize(
         options: How to split, join and keep state.
         output_device: Where outputs are joined.
         cluster: The processes, if there are several, of which each has such a model.
+        placements: Where the parts of each replica run, if they run on different devices.
 
     Raises:
         BackendError: Keras runs on another backend than TensorFlow or torch.
@@ -57,5 +64,8 @@ def parallelize(
         from isobatch_keras.cluster import ClusterCall, ClusterModel
 
         return (ClusterModel if functional else ClusterCall)(model, devices, options, output_device, cluster)
+    if placements is not None:
+        graph_of(model)
+        return Parallel(model, devices, options, output_device, tuple(placements))
     cls = Parallel if functional else ParallelCall
     return cls(model, devices, options, output_device)

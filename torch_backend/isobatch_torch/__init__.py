@@ -2,6 +2,7 @@
 
 from isobatch.backend import current_replica
 from isobatch_torch.data_parallel import DataParallel
+from isobatch_torch.device_parallel import DeviceParallel
 from isobatch_torch.functional import (
     data_parallel,
     gather,
@@ -16,6 +17,7 @@ from isobatch_torch.spec import from_spec, register_layer
 
 __all__ = [
     "DataParallel",
+    "DeviceParallel",
     "current_replica",
     "data_loader",
     "data_parallel",

@@ -11,7 +11,8 @@ from torch import nn
 
 from isobatch.backend import Backend, Options, Replica, Result, Scalars, Shard
 from isobatch.clusters import cluster_of
-from isobatch.devices import Device, DeviceRequest
+from isobatch.devices import Device, DeviceRequest, resolve_devices
+from isobatch.placement import Balance, Part, Placement
 from isobatch_torch.accelerators import visible
 from isobatch_torch.arrays import equal, join, reduce, shape, take
 from isobatch_torch.engine import Engine, bound_call, check_outcomes
@@ -20,6 +21,7 @@ from isobatch_torch.workers import ThreadState, run_all, run_here
 
 if TYPE_CHECKING:
     from isobatch_torch.data_parallel import DataParallel
+    from isobatch_torch.device_parallel import DeviceParallel
 
 __all__ = ["BACKEND", "TorchBackend"]
 
@@ -32,6 +34,10 @@ class TorchBackend(Backend):
     def devices(self) -> tuple[Device, ...]:
         """Return the devices that torch sees, accelerators first."""
         return visible()
+
+    def resolve(self, request: DeviceRequest) -> tuple[Device, ...]:
+        """Return the devices that a request means."""
+        return resolve_devices(request, visible())
 
     def shape(self, value: Any) -> tuple[int, ...] | None:
         """Return an array's shape, and `None` for what is no array."""
@@ -76,7 +82,12 @@ class TorchBackend(Backend):
         return [Result(shard, outcome.value) for shard, outcome in zip(shards, outcomes, strict=True)]
 
     def data_parallel(
-        self, model: nn.Module, devices: DeviceRequest, options: Options, output_device: DeviceRequest
+        self,
+        model: nn.Module,
+        devices: DeviceRequest,
+        options: Options,
+        output_device: DeviceRequest,
+        placements: Sequence[Placement] | None = None,
     ) -> DataParallel:
         """Return a `DataParallel` of the module, one that works with those of other processes for a cluster of several."""
         from isobatch_torch.data_parallel import DataParallel
@@ -88,7 +99,27 @@ class TorchBackend(Backend):
                 return ClusterParallel(model, cluster, output_device, options=options)
             devices = cluster.devices
 
-        return DataParallel(model, devices, output_device, options=options)
+        return DataParallel(model, devices, output_device, options=options, placements=placements)
+
+    def parts(self, model: nn.Module) -> list[str]:
+        """Name a module's submodules, outer ones first."""
+        from isobatch_torch.device_parallel import check_placeable
+
+        return check_placeable(model)
+
+    def survey(self, model: nn.Module, example: Any, balance: Balance) -> list[Part]:
+        """Return the innermost submodules in the order of their calls, with what each depends on and costs."""
+        from isobatch_torch.survey import survey
+
+        return survey(model, example, balance)
+
+    def device_parallel(
+        self, model: nn.Module, placement: Placement, output_device: DeviceRequest
+    ) -> DeviceParallel:
+        """Return a `DeviceParallel` of the module."""
+        from isobatch_torch.device_parallel import DeviceParallel
+
+        return DeviceParallel(model, placement, output_device)
 
     def load(
         self,

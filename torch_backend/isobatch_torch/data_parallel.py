@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, get_args
 
 import torch
@@ -13,16 +12,19 @@ from torch import nn
 from isobatch.backend import Options, Replica, Result, Shard, running
 from isobatch.devices import Device, DeviceRequest, resolve_devices
 from isobatch.errors import ModelError
+from isobatch.placement import Placement
 from isobatch_torch.accelerators import memory, one_device, visible
 from isobatch_torch.backend import BACKEND
 from isobatch_torch.engine import Engine, Schedule, run_template
 from isobatch_torch.internals import uncompiled
 from isobatch_torch.placement import is_home
+from isobatch_torch.stages import move_parts
+from isobatch_torch.wrapper import Wrapper
 
 __all__ = ["DataParallel"]
 
 
-class DataParallel(nn.DataParallel[nn.Module]):
+class DataParallel(Wrapper, nn.DataParallel[nn.Module]):  # pyright: ignore[reportIncompatibleVariableOverride] - training
     """Split each batch, run one replica of a module per device, join the results: `torch.nn.DataParallel`, done right.
 
     To its user it is the module: same parameters under the same names, same attributes and methods, same state. Differences
@@ -37,6 +39,7 @@ class DataParallel(nn.DataParallel[nn.Module]):
         options: Who gets which rows, what is not split, how scalars are reduced, what becomes of running state.
         schedule: `"threads"` runs the replicas at once, `"sequential"` one after another in the caller's thread; `"auto"` takes the
             faster of both: on the CPU they run one after another where gradients are recorded, or where each is over in no time.
+        placements: Where the parts of each replica run, if they run on different devices; see `isobatch.data_parallel`.
 
     Raises:
         DeviceError: A device is absent or cannot be understood.
@@ -62,22 +65,22 @@ class DataParallel(nn.DataParallel[nn.Module]):
         *,
         options: Options | None = None,
         schedule: Schedule = "auto",
+        placements: Sequence[Placement] | None = None,
     ) -> None:
-        if isinstance(module, nn.DataParallel):
+        if isinstance(module, (nn.DataParallel, Wrapper)):
             msg = (
                 f"Expected a module that is not parallel yet, got {type(module).__name__}; pass its .module."
             )
             raise ModelError(msg)
         devices = resolve_devices(device_ids, visible())
         output = devices[0] if output_device is None else one_device(output_device)
-        training = module.training
-        vars(self).update(module=module, devices=devices, dim=dim, _output=output, _engine=None)
-        nn.Module.__init__(self)  # nn.DataParallel's own would want accelerators
-        module.training = training
-        _share(self)
+        # In place of nn.DataParallel's own constructor, which would want accelerators.
+        self.wrap(module, devices=devices, dim=dim, _output=output, _engine=None, _placements=placements)
         self.options = options or Options(axis=dim, output_axis=dim)
         self.schedule = schedule
-        if len(devices) == 1 and devices[0].kind != "cpu":
+        if placements is not None:
+            move_parts(module, placements[0])
+        elif len(devices) == 1 and devices[0].kind != "cpu":
             module.to(memory(devices[0]))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -150,7 +153,7 @@ class DataParallel(nn.DataParallel[nn.Module]):
         Returns:
             One result for each shard.
         """
-        if len(shards) == 1 and is_home(self.module, shards[0].device):
+        if len(shards) == 1 and vars(self)["_placements"] is None and is_home(self.module, shards[0].device):
             return [run_template(self.module, method, shards[0])]
         return self.engine.run(method, shards, self.options.state, self.schedule)
 
@@ -177,7 +180,7 @@ class DataParallel(nn.DataParallel[nn.Module]):
     def engine(self) -> Engine:
         """What runs the replicas."""
         if vars(self)["_engine"] is None:
-            vars(self)["_engine"] = Engine(self.module, self.devices)
+            vars(self)["_engine"] = Engine(self.module, self.devices, vars(self)["_placements"])
         engine: Engine = vars(self)["_engine"]
         return engine
 
@@ -196,126 +199,18 @@ class DataParallel(nn.DataParallel[nn.Module]):
         """Where results are put together."""
         return memory(vars(self)["_output"])
 
-    @property
-    def training(self) -> bool:
-        """Whether the module is in training mode."""
-        return self.module.training
-
-    @training.setter
-    def training(self, mode: bool) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
-        self.module.training = mode
-
-    # What follows makes the wrapper look like the module it wraps.
-
-    def train(self, mode: bool = True) -> DataParallel:  # noqa: FBT001, FBT002 - torch's signature
-        """Set training mode on the module."""
-        self.module.train(mode)
-        return self
-
-    def apply(self, fn: Callable[[nn.Module], None]) -> DataParallel:
-        """Apply a function to the module and its parts."""
-        self.module.apply(fn)
-        return self
-
-    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> DataParallel:  # noqa: FBT001, FBT002 - torch's signature
-        self.module._apply(fn, recurse)  # type: ignore[no-untyped-call] # noqa: SLF001
-        return self
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the module's own state, under its own names."""
-        return self.module.state_dict(*args, **kwargs)
-
-    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """Load state saved from the module, from this wrapper, or (with `module.` in its names) from `torch.nn.DataParallel`."""
-        metadata = getattr(state_dict, "_metadata", None)
-        state: Any = OrderedDict(state_dict)
-        self._drop_prefix(state, "")
-        if metadata is not None:
-            state._metadata = OrderedDict((_stripped(f"{key}."), value) for key, value in metadata.items())  # noqa: SLF001
-        return self.module.load_state_dict(state, *args, **kwargs)
-
-    def _load_from_state_dict(
-        self, state_dict: MutableMapping[str, Any], prefix: str, *args: Any, **kwargs: Any
-    ) -> None:
-        self._drop_prefix(state_dict, prefix)  # inside of a larger module that is being loaded
-        self.module._load_from_state_dict(state_dict, prefix, *args, **kwargs)  # noqa: SLF001
-
-    def _drop_prefix(self, state: MutableMapping[str, Any], prefix: str) -> None:
-        if "module" not in self._modules:  # else it is a name like any other
-            for key in [key for key in state if key.startswith(prefix + "module.")]:
-                state[prefix + _stripped(key[len(prefix) :])] = state.pop(key)
-
-    def extra_repr(self) -> str:
-        """Name the module's class and the devices."""
-        return ", ".join((type(self.module).__name__, *map(str, self.devices)))
-
-    def __getattr__(self, name: str) -> Any:
-        if "module" not in vars(self):  # while being unpickled
-            msg = f"{type(self).__name__!r} object has no attribute {name!r}"
-            raise AttributeError(msg)
-        return getattr(self.module, name)
-
     def __setattr__(self, name: str, value: Any) -> None:
-        if name == "module":
-            vars(self).update(module=value, _engine=None)
-            _share(self)
-        elif name == "options":
+        if name == "options":
             vars(self)[name] = value.check(len(self.devices))
         elif name == "schedule":
             if value not in get_args(Schedule):
                 msg = f"Expected schedule to be one of {get_args(Schedule)}, got {value!r}."
                 raise ValueError(msg)
             vars(self)[name] = value
-        elif name in _OWN:
-            vars(self)[name] = value
         else:
-            setattr(self.module, name, value)
-
-    def __delattr__(self, name: str) -> None:
-        delattr(self.module, name)
-
-    def __dir__(self) -> list[str]:
-        return sorted({*object.__dir__(self), *dir(self.module)})
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_engine": None}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)  # type: ignore[no-untyped-call]
-        _share(self)
-
-    def __bool__(self) -> bool:
-        return bool(self.module)
-
-    def __len__(self) -> int:
-        return len(self.module)  # type: ignore[arg-type]
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self.module)  # type: ignore[call-overload]
-
-    def __contains__(self, item: object) -> bool:
-        return item in self.module  # type: ignore[operator]
-
-    def __getitem__(self, index: Any) -> Any:
-        return self.module[index]  # type: ignore[index]
+            super().__setattr__(name, value)
 
 
 @uncompiled
 def _call_uncompiled(parallel: DataParallel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return parallel.call_method("__call__", *args, **kwargs)
-
-
-_COLLECTIONS = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
-_OWN = frozenset(vars(nn.Module())) - {"training"}
-
-
-def _share(parallel: DataParallel) -> None:
-    """Let a wrapper have the very collections of its module, so that every name in them is the module's."""
-    vars(parallel).update((key, getattr(parallel.module, key)) for key in _COLLECTIONS)
-
-
-def _stripped(key: str) -> str:
-    """Return a name from `torch.nn.DataParallel` as the module has it."""
-    while key.startswith("module."):
-        key = key.removeprefix("module.")
-    return key.removesuffix(".")

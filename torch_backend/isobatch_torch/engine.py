@@ -7,12 +7,14 @@ import threading
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, TypeAlias
 from weakref import WeakSet
 
 import torch
 from torch import nn
 
+from isobatch import placement
 from isobatch.backend import Replica, Result, Shard, StatePolicy, running
 from isobatch.devices import Device
 from isobatch_torch.accelerators import current
@@ -20,8 +22,9 @@ from isobatch_torch.internals import is_confined
 from isobatch_torch.placement import Placement
 from isobatch_torch.random import part_streams, positions, shared_generators
 from isobatch_torch.replicas import Copies
+from isobatch_torch.stages import Stages
 from isobatch_torch.state import Place, RunningState
-from isobatch_torch.workers import Outcome, ThreadState, run_all, run_here
+from isobatch_torch.workers import Outcome, ThreadState, add_note, run_all, run_here
 
 __all__ = ["Engine", "Schedule", "bound_call", "check_outcomes", "run_template"]
 
@@ -49,6 +52,7 @@ class Engine:
     Args:
         template: The module to run.
         devices: One for each replica.
+        placements: Where the parts of each replica run, if they run on different devices.
 
     >>> engine = Engine(nn.Linear(2, 1), [Device("cpu", 0), Device("cpu", 1)])
     >>> shards = [Shard(r, engine.devices[r], range(r, r + 1), 2, (torch.ones(1, 2),), {}) for r in range(2)]
@@ -56,12 +60,18 @@ class Engine:
     [torch.Size([1, 1]), torch.Size([1, 1])]
     """
 
-    def __init__(self, template: nn.Module, devices: Sequence[Device]) -> None:
+    def __init__(
+        self,
+        template: nn.Module,
+        devices: Sequence[Device],
+        placements: Sequence[placement.Placement] | None = None,
+    ) -> None:
         self.template = template
         self.devices = devices
+        self.stages = [Stages(one, one.devices[0]) for one in placements or ()]
         self.copies = Copies(template, len(devices))
         self.on_cpu = all(device.kind == "cpu" for device in devices)
-        self.placement = Placement(devices)
+        self.placement = Placement(devices, placements)
         self.generators = shared_generators(devices, [])
         self.habits: dict[Any, _Habits] = {}
         self.lock = threading.Lock()
@@ -114,7 +124,7 @@ class Engine:
         )
         kept = RunningState(self.copies, self.placement, ranks, state, live)
         calls = [
-            kept.bind(position, bound_call(getattr(self.copies.root(shard.rank), method), shard))
+            kept.bind(position, bound_call(self.method(shard.rank, method), shard))
             for position, shard in enumerate(shards)
         ]
         gap = known.gap(state) if known else None
@@ -129,6 +139,11 @@ class Engine:
             drew = before is not None and before != positions(self.generators)
             self.learn(mode, known, live, drew=drew, here=here, outcomes=outcomes)
         return outcomes
+
+    def method(self, rank: int, name: str) -> Callable[..., Any]:
+        """Return a method of a replica, with its parts on their devices if they have any."""
+        root = self.copies.root(rank)
+        return partial(self.stages[rank].run, root, name) if self.stages else getattr(root, name)
 
     def prepare(self, ranks: Sequence[int]) -> None:
         """Bring replicas up to date with the template."""
@@ -248,12 +263,6 @@ def run_template(template: nn.Module, method: str, shard: Shard) -> Result:
         raise
     finally:
         running.reset(token)
-
-
-def add_note(error: BaseException, note: str) -> None:
-    """Add a note to an error that does not have it yet."""
-    if note not in getattr(error, "__notes__", ()):
-        error.add_note(note)
 
 
 def bound_call(method: Callable[..., Any], shard: Shard) -> Callable[[], Any]:

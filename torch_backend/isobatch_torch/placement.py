@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from isobatch import placement
 from isobatch.devices import Device
 from isobatch.errors import ModelError
 from isobatch_torch.accelerators import KIND, memory, same_memory, torch_text
@@ -54,12 +55,18 @@ class Placement:
 
     Args:
         devices: One for each replica; the template lies on the first.
+        placements: Where the parts of each replica run, if they run on different devices; the template's lie on those of the first.
     """
 
-    def __init__(self, devices: Sequence[Device]) -> None:
+    def __init__(
+        self, devices: Sequence[Device], placements: Sequence[placement.Placement] | None = None
+    ) -> None:
         self.places = [memory(device) for device in devices]
+        self.placements = placements
         self.device = devices[0]
-        self.away = list(dict.fromkeys(place for place in self.places if place != self.places[0]))
+        used = self.places if placements is None else [memory(d) for one in placements for d in one.devices]
+        home = self.places[:1] if placements is None else [memory(d) for d in placements[0].devices]
+        self.away = list(dict.fromkeys(place for place in used if place not in home))
         self.kept: dict[tuple[int, torch.device], tuple[torch.Tensor, int, torch.Tensor]] = {}
 
     def check(self, copies: Copies) -> None:
@@ -71,7 +78,7 @@ class Placement:
         Raises:
             ModelError: The template is elsewhere, or has tensors that nobody knows how to move.
         """
-        tensor = _any_tensor(copies.template)
+        tensor = _any_tensor(copies.template) if self.placements is None else None
         if tensor is not None and not same_memory(tensor, self.places[0]):
             msg = (
                 f"Expected the module's parameters on {self.device}, the first of its devices, got them on {tensor.device}; "
@@ -90,27 +97,41 @@ class Placement:
             copies: The replicas.
             ranks: Those that run.
         """
-        places = [place for place in self.away if any(self.places[rank] == place for rank in ranks)]
-        if not places:
+        if not self.away:
             return
-        found = {
-            id(parameter): parameter
-            for node in copies.nodes
-            for parameter in parameters_of(node.original).values()
-            if parameter is not None
-        }
-        moved = dict(zip(places, self.broadcast(list(found.values()), places), strict=True))
-        by_place = {place: dict(zip(found, tensors, strict=True)) for place, tensors in moved.items()}
+        wanted: dict[torch.device, dict[int, torch.Tensor]] = {}
+        for node in copies.nodes:
+            for place in {self.place(rank, node.path) for rank in ranks}:
+                if place in self.away:
+                    found = [tensor for tensor in parameters_of(node.original).values() if tensor is not None]
+                    wanted.setdefault(place, {}).update((id(tensor), tensor) for tensor in found)
+        moved: dict[torch.device, dict[int, torch.Tensor]] = {}
+        for names in {
+            tuple(tensors) for tensors in wanted.values()
+        }:  # places that want the same get it at once
+            places = [place for place, tensors in wanted.items() if tuple(tensors) == names]
+            sent = self.broadcast(list(wanted[places[0]].values()), places)
+            moved.update(
+                (place, dict(zip(names, tensors, strict=True)))
+                for place, tensors in zip(places, sent, strict=True)
+            )
         for node in copies.nodes:
             for rank in ranks:
-                if self.places[rank] in by_place:
-                    _give(node.copies[rank], node.original, by_place[self.places[rank]])
+                if (place := self.place(rank, node.path)) in moved:
+                    _give(node.copies[rank], node.original, moved[place])
+
+    def place(self, rank: int, path: str) -> torch.device:
+        """Return where a module of a replica runs."""
+        if self.placements is not None and (part := self.placements[rank].part_of(path)) is not None:
+            return memory(self.placements[rank][part])
+        return self.places[rank]
 
     def broadcast(self, tensors: list[torch.Tensor], places: list[torch.device]) -> list[list[torch.Tensor]]:
         """Return tensors on each place."""
         if not torch.is_grad_enabled() or not any(tensor.requires_grad for tensor in tensors):
             return [[self.copy(tensor, place) for tensor in tensors] for place in places]
-        if any(place.type != "cuda" for place in (self.places[0], *places)):
+        apart = any(tensor.device != self.places[0] for tensor in tensors)
+        if apart or any(place.type != "cuda" for place in (self.places[0], *places)):
             return [[tensor.to(place) for tensor in tensors] for place in places]
         flat: Any = Broadcast.apply([self.places[0], *places], *tensors)  # type: ignore[no-untyped-call]
         count = len(tensors)

@@ -25,7 +25,13 @@ import torch
 from isobatch_torch.accelerators import KIND
 from isobatch_torch.internals import function_modes, make_nodes, node_count, set_grad_mode
 
-__all__ = ["Outcome", "ThreadState", "run_all", "run_here"]
+__all__ = ["Outcome", "ThreadState", "add_note", "run_all", "run_here"]
+
+
+def add_note(error: BaseException, note: str) -> None:
+    """Add a note to an error that does not have it yet."""
+    if note not in getattr(error, "__notes__", ()):
+        error.add_note(note)
 
 
 @dataclass(slots=True)
