@@ -53,6 +53,12 @@ def network(kind):
     elif kind in {"lstm", "gru"}:
         x = x[..., 0]
         body = [keras.Input((8, 8)), (layers.LSTM if kind == "lstm" else layers.GRU)(4), layers.Dense(1)]
+    elif kind == "towers":
+        x = x[..., 0]
+        tokens = keras.Input((8, 8))
+        left = layers.Dense(4, "tanh", name="left_out")(layers.LSTM(4, name="left_lstm")(tokens))
+        right = layers.Dense(4, "tanh", name="right_out")(layers.LSTM(4, name="right_lstm")(tokens))
+        return keras.Model(tokens, layers.Dense(1, name="head")(layers.Concatenate()([left, right]))), x, y
     elif kind == "embedding":
         x = (x[:, 0, :, 0] * 10).astype("int32")
         body = [keras.Input((8,), dtype="int32"), layers.Embedding(10, 4), layers.Flatten(), layers.Dense(1)]
@@ -87,10 +93,27 @@ def operations(metadata):
     return found
 
 
+def transfers(metadata):
+    """Each float tensor that went from one device to another, as (name, from, to)."""
+    return [
+        [
+            node.attr["tensor_name"].s.decode(),
+            *(node.attr[f"{end}_device"].s.decode()[-5:] for end in ("send", "recv")),
+        ]
+        for graphs in metadata.function_graphs
+        for graph in graphs.partition_graphs
+        for node in graph.node
+        if node.op in {"_Recv", "_HostRecv"} and node.attr["tensor_type"].type == 1
+    ]
+
+
 def step(kind, through_fit):
     keras.utils.set_random_seed(1)
     model, x, y = network(kind)
-    parallel = isobatch.data_parallel(model, devices=[f"cpu:{rank}" for rank in range(REPLICAS)])
+    if kind == "towers":
+        parallel = isobatch.device_parallel(model, {"left*": "cpu:0", "right*": "cpu:1"})
+    else:
+        parallel = isobatch.data_parallel(model, devices=[f"cpu:{rank}" for rank in range(REPLICAS)])
     parallel.compile("sgd", "mse")
     before = [v.numpy() for v in model.trainable_variables]
     context.enable_run_metadata()
@@ -104,7 +127,7 @@ def step(kind, through_fit):
         not np.array_equal(a, v.numpy()) for a, v in zip(before, model.trainable_variables, strict=True)
     )
     assert moved, "the step did not train"
-    return operations(metadata)
+    return operations(metadata), transfers(metadata)
 
 
 if __name__ == "__main__":

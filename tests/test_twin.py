@@ -320,6 +320,15 @@ def test_names_that_torch_has_for_something_else():
     assert judge(model, twin, np.ones((2, 4))).passed
 
 
+def test_names_that_python_has_for_something_else():
+    a, b = keras.Input((3,), name="in"), keras.Input((3,), name="lambda")
+    tower = keras.Sequential([keras.Input((3,)), L.Dense(2, name="class")], name="for")
+    model = keras.Model({"in": a, "lambda": b}, L.Add(name="del")([tower(a), tower(b)]), name="import")
+    net = isobatch.twin(model)
+    assert [name for name, _ in net.named_parameters()] == ["for_.class_.weight", "for_.class_.bias"]
+    assert judge(model, net, {"in": np.ones((2, 3)), "lambda": np.zeros((2, 3))}).passed
+
+
 def test_loading_other_tensors_is_refused():
     model = convnet()
     tensors = dict(to_spec(model).tensors)

@@ -112,6 +112,12 @@ def parity(  # noqa: PLR0917 - typer calls it by name
     layout: Annotated[
         str, typer.Option(help="channels_first if the torch module takes images so.")
     ] = "channels_last",
+    placement: Annotated[
+        Path | None,
+        typer.Option(
+            help="A JSON file of parts and their devices, with which a MODEL is run too, beside the replicas."
+        ),
+    ] = None,
     rows: Annotated[int, typer.Option(help="Rows that a MODEL is run on.", min=1)] = 7,
     size: _Size = None,
 ) -> int:
@@ -138,12 +144,13 @@ def parity(  # noqa: PLR0917 - typer calls it by name
             weights=torch_weights,
             layout=layout,
             replicas=counts,
+            placement=placement,
             rows=rows,
             size=size,
             seed=seed,
         )
-    if html_file is not None or torch_module is not None or torch_weights is not None or size is not None:
-        msg = "Expected a MODEL with --html, --torch, --torch-weights and --size."
+    if any(option is not None for option in (html_file, torch_module, torch_weights, placement, size)):
+        msg = "Expected a MODEL with --html, --torch, --torch-weights, --placement and --size."
         raise _WrongUseError(msg)
     return _digits_parity("1,2,3,4" if replicas is None else replicas, batch_sizes, data, seed, json_file)
 

@@ -35,7 +35,9 @@ def render_html(report: ModelReport) -> str:
         section(
             "In the user's precision", "" if verdict.closeness is None else _closeness(verdict.closeness)
         ),
-        section("Over replicas, in float64", _parallel_table(verdict.parallel) if verdict.parallel else ""),
+        section(
+            "Over several devices, in float64", _parallel_table(verdict.parallel) if verdict.parallel else ""
+        ),
         section("All layers", _layer_table(verdict.layers) if verdict.layers else ""),
         section(
             "Times",
@@ -120,15 +122,13 @@ def _parallel_table(runs: Sequence[ParallelCheck]) -> str:
 
     rows = [
         (
-            str(run.replicas),
-            " ".join(map(str, run.sizes)),
+            run.label,
             *(gap(run.checks, name) for name in ("keras", "torch", "keras-torch")),
         )
         for run in runs
     ]
     heads = (
-        "replicas",
-        "rows of each",
+        "how",
         "Keras, parallel and single",
         "torch, parallel and single",
         "Keras and torch, parallel",

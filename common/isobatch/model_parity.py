@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from isobatch.errors import DataError, ModelError
 from isobatch.parity import finite, make_room, versions
+from isobatch.placement import Placement
 from isobatch.registry import get_backend
 from isobatch.spec import Spec
 from isobatch.verdict import Verdict, judge
@@ -66,6 +67,7 @@ def run_model(
     weights: Path | None = None,
     layout: str = "channels_last",
     replicas: Sequence[int] = (),
+    placement: Path | None = None,
     rows: int = 8,
     size: int | None = None,
     seed: int = 0,
@@ -80,6 +82,7 @@ def run_model(
         weights: A file with the torch module's `state_dict`.
         layout: `"channels_first"` if that module takes and gives channels first.
         replicas: Numbers of replicas over which both sides are run as well.
+        placement: A file with parts and their devices, with which both sides are run as well; see `isobatch.Placement.load`.
         rows: How many rows at most.
         size: Height and width of the images of an application.
         seed: Of random rows, and of the weights of an application.
@@ -94,6 +97,7 @@ def run_model(
         ModelError: There is no such model or module.
         SpecError: The model has layers without a word in a spec.
     """
+    placed = None if placement is None else Placement.load(placement)
     seconds: dict[str, float] = {}
     began = time.perf_counter()
 
@@ -104,8 +108,10 @@ def run_model(
     progress("starting the frameworks", 0.0)
     for framework in ("torch", "keras"):
         get_backend(framework)
-    if replicas:
-        make_room(max(replicas))
+    cpus = [device.index + 1 for device in (placed.devices if placed else ()) if device.kind == "cpu"]
+    needed = max((*replicas, *cpus), default=0)
+    if needed:
+        make_room(needed)
     lap("start", f"loading {name}", 0.1)
     model = load_keras_model(name, size, seed)
     lap("model", "building the twin", 0.2)
@@ -113,7 +119,7 @@ def run_model(
     lap("twin", "reading the data", 0.3)
     batch, description = load_batch(spec, data, rows, seed)
     lap("data", "running both in float64, layer by layer", 0.4)
-    verdict = judge(model, other, batch, layout=layout, replicas=replicas)
+    verdict = judge(model, other, batch, layout=layout, replicas=replicas, placement=placed)
     lap("verdict", "done", 1.0)
     against = "its twin" if module is None else module
     return ModelReport(name, against, description, verdict, seconds, versions())

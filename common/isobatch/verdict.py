@@ -10,12 +10,13 @@ import importlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from isobatch.compare import Comparison, compare
 from isobatch.errors import SpecError
 from isobatch.operations import FLOOR, find_operation
-from isobatch.parallel import data_parallel
+from isobatch.parallel import data_parallel, device_parallel
 from isobatch.registry import backend_of, get_backend
 from isobatch.rows import split_sizes
 from isobatch.spec import Spec, references
@@ -94,18 +95,27 @@ class Closeness:
 
 @dataclass(frozen=True, slots=True)
 class ParallelCheck:
-    """Both sides over so many replicas, in float64.
+    """Both sides over so many replicas, or with their parts on several devices, in float64.
 
     Args:
-        replicas: Number of replicas.
+        replicas: Number of replicas; 1 where parts are placed.
         sizes: Rows that each got.
         checks: Keras parallel against single, torch parallel against single, and torch parallel against Keras parallel, by
             `keras`, `torch` and `keras-torch`.
+        placement: The parts and their devices, if they are placed.
     """
 
     replicas: int
     sizes: tuple[int, ...]
     checks: Mapping[str, Comparison]
+    placement: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def label(self) -> str:
+        """How both sides were run, in words."""
+        if self.placement:
+            return f"parts on {', '.join(dict.fromkeys(self.placement.values()))}"
+        return f"{self.replicas} replicas, rows {' '.join(map(str, self.sizes))}"
 
     @property
     def passed(self) -> bool:
@@ -153,9 +163,7 @@ class Verdict:
             lines.append(f"  {self.closeness}")
         for one in self.parallel:
             for name, check in one.checks.items():
-                lines.append(
-                    f"  {one.replicas} replicas, rows {' '.join(map(str, one.sizes))}, {name}: {check}"
-                )
+                lines.append(f"  {one.label}, {name}: {check}")
         return "\n".join(lines)
 
     def _headline(self) -> str:
@@ -183,6 +191,7 @@ def judge(
     factory: Callable[[], Any] | None = None,
     layout: str = "channels_last",
     replicas: Sequence[int] = (),
+    placement: Mapping[str, Any] | None = None,
     precision: str | None = "float32",
 ) -> Verdict:
     """Say whether a torch module is the same network as a Keras model.
@@ -195,6 +204,7 @@ def judge(
         factory: Builds the Keras model, for one that cannot be rebuilt from its configuration.
         layout: `"channels_first"` if a module that is no twin takes and gives channels first.
         replicas: Numbers of replicas over which both sides are run as well.
+        placement: Parts of both models and their devices, with which both are run as well; see `isobatch.device_parallel`.
         precision: In which closeness is stated; `None` for not at all.
 
     Returns:
@@ -213,7 +223,7 @@ def judge(
     keras_side, torch_side = sides = _sides()
     try:
         record = keras_side.record(keras_model, batch, factory)
-        in_float64 = keras_side.in_float64(keras_model, factory) if replicas else None
+        in_float64 = keras_side.in_float64(keras_model, factory) if replicas or placement else None
     except keras_side.Refusal as error:
         return Verdict("INCONCLUSIVE", reason=f"{error}. Cure: factory=, a function that builds the model.")
     expected = _outputs(record.spec, record.values)
@@ -226,9 +236,19 @@ def judge(
     whole = compare(found, expected, WHOLE * floor)
     # Splitting a batch rounds otherwise, but with the same constants: in clean float64 it stays at the clean floor.
     own = WHOLE * (FLOAT32 if record.coarse else FLOOR)
+    ways = [(count, {}, partial(_split, count)) for count in replicas]
+    if placement:
+        ways.append((1, placement, partial(device_parallel, placement=placement)))
     runs = tuple(
-        _parallel_check(sides, (in_float64, torch_module), batch, count, (own, WHOLE * floor), first=first)
-        for count in replicas
+        ParallelCheck(
+            count,
+            split_sizes(len(flatten(batch)[0][0]), count),
+            _parallel_checks(
+                sides, (in_float64, torch_module), batch, way, (own, WHOLE * floor), first=first
+            ),
+            {name: str(device) for name, device in placed.items()},
+        )
+        for count, placed, way in ways
     )
     passed = whole.passed and all(layer.check.passed for layer in layers) and all(run.passed for run in runs)
     closeness = None
@@ -316,36 +336,33 @@ def _failed(path: str, detail: str, allowed: float) -> Comparison:
     )
 
 
-def _parallel_check(
+def _split(count: int, model: Any) -> Any:
+    cpus = [device for device in backend_of(model).devices() if device.kind == "cpu"]
+    return data_parallel(model, [cpus[rank % len(cpus)] for rank in range(count)])
+
+
+def _parallel_checks(
     sides: tuple[Any, Any],
     models: tuple[Any, Any],
     batch: Any,
-    count: int,
+    way: Callable[[Any], Any],
     allowed: tuple[float, float],
     *,
     first: bool,
-) -> ParallelCheck:
+) -> dict[str, Comparison]:
+    """Run both models as they are and made parallel in some way, and compare."""
     own, between = allowed
-
-    def split(model: Any) -> Any:
-        cpus = [device for device in backend_of(model).devices() if device.kind == "cpu"]
-        return data_parallel(model, [cpus[rank % len(cpus)] for rank in range(count)])
-
     keras_single, keras_split = (
-        _lists(sides[0].predict(model, batch)) for model in (models[0], split(models[0]))
+        _lists(sides[0].predict(model, batch)) for model in (models[0], way(models[0]))
     )
     torch_single, torch_split = (
-        _lists(sides[1].predict(models[1], batch, channels_first=first, wrap=wrap)) for wrap in (None, split)
+        _lists(sides[1].predict(models[1], batch, channels_first=first, wrap=wrap)) for wrap in (None, way)
     )
-    return ParallelCheck(
-        count,
-        split_sizes(len(flatten(batch)[0][0]), count),
-        {
-            "keras": compare(keras_split, keras_single, own),
-            "torch": compare(torch_split, torch_single, own),
-            "keras-torch": compare(torch_split, keras_split, between),
-        },
-    )
+    return {
+        "keras": compare(keras_split, keras_single, own),
+        "torch": compare(torch_split, torch_single, own),
+        "keras-torch": compare(torch_split, keras_split, between),
+    }
 
 
 def _outputs(spec: Spec, values: Mapping[str, np.ndarray[Any, Any]]) -> Any:

@@ -3,12 +3,21 @@
 # pyright: reportUntypedFunctionDecorator=false
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import tensorflow as tf
 
-__all__ = ["check_equal", "logical_counts", "make_logical_cpus", "move", "padded", "placed"]
+__all__ = [
+    "check_equal",
+    "logical_counts",
+    "make_logical_cpus",
+    "move",
+    "padded",
+    "placed",
+    "updating_in_place",
+]
 
 
 def logical_counts() -> dict[str, int]:
@@ -81,7 +90,10 @@ def placed(
 
         return outputs, gradient
 
-    return list(run(*arrays))
+    with tf.device(
+        device
+    ):  # where the identities go that TensorFlow puts around a function with a gradient of its own
+        return list(run(*arrays))
 
 
 def move(variable: Any, device: str) -> bool:
@@ -97,6 +109,35 @@ def move(variable: Any, device: str) -> bool:
     with tf.init_scope(), tf.device(device):
         variable._initialize(tf.identity(variable.value))  # noqa: SLF001 - there is no public way
     return True
+
+
+@contextmanager
+def updating_in_place(optimizer: Any) -> Generator[None]:
+    """Let an optimizer compute each weight's update where its gradient is, while a graph is built.
+
+    Operations that nobody placed run where the first of their inputs is that somebody placed; in TensorFlow they would run on the
+    first device, so that all gradients would travel there and all updates back. Keras 3.15 also passes all gradients through
+    one operation, meant for several replicas, which can only be in one place; here it is left out.
+
+    Args:
+        optimizer: A Keras optimizer, or a loss-scaling one around another.
+    """
+    if tf.executing_eagerly():
+        yield
+        return
+    optimizers = [one for one in (optimizer, getattr(optimizer, "inner_optimizer", None)) if one is not None]
+    for one in optimizers:
+        one.__dict__["_all_reduce_sum_gradients"] = list
+    try:
+        with tf.compat.v1.device(_device_of_inputs):
+            yield
+    finally:
+        for one in optimizers:
+            del one.__dict__["_all_reduce_sum_gradients"]
+
+
+def _device_of_inputs(operation: Any) -> str:
+    return operation.device or next((x.op.device for x in operation.inputs if x.op.device), "")
 
 
 def padded(tensor: Any, rows: Any, axis: int) -> Any:

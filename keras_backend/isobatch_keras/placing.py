@@ -276,6 +276,13 @@ class Placed(Mirror, Functional):
         placement: Placement = self.__dict__["__setup"].placement
         return placement
 
+    def train_step(self, data: Any) -> Any:
+        """Train on one batch, each weight updated where it lies."""
+        from isobatch_keras._tensorflow import updating_in_place
+
+        with updating_in_place(self.optimizer):
+            return super().train_step(data)
+
     def summary(self, *args: Any, **kwargs: Any) -> None:
         """Print the operations with their devices; takes what `keras.Model.summary` takes."""
         keras.Model(self.inputs, self.outputs, name=self.name).summary(*args, **kwargs)

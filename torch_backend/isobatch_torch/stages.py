@@ -128,7 +128,7 @@ class Together(TorchFunctionMode):
         try:
             return func(*args, **(kwargs or {}))
         except RuntimeError as error:
-            if "same device" not in str(error):
+            if not any(words in str(error) for words in _APART):
                 raise
         leaves, spec = flatten((args, kwargs or {}), _is_tensor)
         tensors = [leaf for leaf in leaves if _is_tensor(leaf)]
@@ -149,6 +149,10 @@ def move_parts(module: nn.Module, placement: Placement) -> None:
     """
     for name, device in reversed(list(placement.items())):
         module.get_submodule(name).to(memory(device))
+
+
+_APART = ("same device", "expected device")
+"""What torch says of tensors on several devices."""
 
 
 def _is_tensor(value: Any) -> bool:

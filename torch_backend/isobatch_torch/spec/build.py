@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from keyword import iskeyword
 from os import PathLike
 from typing import Any, Literal, TypeAlias
 
@@ -212,13 +213,16 @@ def parts_of(module: nn.Module) -> dict[str, list[torch.Tensor]]:
 
 
 def module_path(node: Node) -> str:
-    """Return where the module of a node is; a name that every module has for something else gets an underscore.
+    """Return where the module of a node is; a name that every module has for something else, or Python, gets an underscore.
 
-    >>> module_path(Node("float", "relu", module="block.float"))
-    'block.float_'
+    >>> module_path(Node("float", "relu", module="in.float"))
+    'in_.float_'
     """
-    parts = (node.module or node.name).split(".")
-    return ".".join(f"{part}_" if hasattr(fx.GraphModule, part) else part for part in parts)
+    return ".".join(map(_free, (node.module or node.name).split(".")))
+
+
+def _free(name: str) -> str:
+    return f"{name}_" if iskeyword(name) or hasattr(fx.GraphModule, name) else name
 
 
 def _description(module: nn.Module) -> Description:
@@ -309,7 +313,8 @@ def _argument_names(spec: Spec) -> dict[str, str]:
     keys: dict[str, str] = {}
     if isinstance(spec.signature, dict):
         keys = {name: key for key, name in spec.signature.items() if isinstance(name, str)}
-    return {one.name: keys.get(one.name, one.name) for one in spec.inputs}
+    names = {one.name: keys.get(one.name, one.name) for one in spec.inputs}
+    return {name: f"{key}_" if iskeyword(key) else key for name, key in names.items()}
 
 
 def _move(graph: fx.Graph, value: fx.Node, source: int, destination: int) -> fx.Node:
