@@ -1,5 +1,7 @@
 """Placed Keras models: what only Keras has, such as masks, shared layers, losses inside, `fit` and files."""
 
+import pickle
+
 import keras
 import numpy as np
 import pytest
@@ -177,3 +179,14 @@ def test_auto_wants_an_example_where_lengths_are_open():
         device_parallel(model, "auto", 2)
     placed = device_parallel(model, "auto", 2, example=numbers(2, 5, 3), balance="memory")
     assert_same(np.asarray(placed(numbers(3, 4, 3))), np.asarray(model(numbers(3, 4, 3))))
+
+
+def test_copies_and_pickles_stay_placed():
+    placed = device_parallel(sentences(), PLACEMENT)
+    both = data_parallel(sentences(), [("cpu:0", "cpu:1")], placement={"embed": 0, "out": 1}, micro_batches=2)
+    x, _ = batch()
+    for model in (placed, both):
+        again = pickle.loads(pickle.dumps(model))  # noqa: S301 - just written
+        assert type(again) is type(model)
+        assert again.devices == model.devices
+        assert_same(again.predict(x, verbose=0)["scores"], model.predict(x, verbose=0)["scores"])

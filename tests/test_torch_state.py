@@ -385,3 +385,19 @@ def test_a_norm_with_a_forward_of_its_own_is_averaged_by_rows():
     for name in ("running_mean", "running_var"):
         expected = torch.stack([getattr(part, name) for part in parts]).mean(0)
         torch.testing.assert_close(getattr(net, name), expected, rtol=0, atol=1e-12)
+
+
+def test_statistics_that_are_switched_off_and_on_are_no_surprise():
+    net = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+    parallel = DataParallel(net, 2)
+    x = torch.randn(8, 3)
+    parallel(x)
+    parallel(x)
+    norm, kept = net[1], (net[1].running_mean, net[1].running_var)
+    norm.running_mean = norm.running_var = None
+    parallel(x)  # any warning fails the test
+    parallel(x)
+    norm.running_mean, norm.running_var = kept
+    before = norm.running_mean.clone()
+    parallel(x)
+    assert not torch.equal(norm.running_mean, before)

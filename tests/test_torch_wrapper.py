@@ -504,3 +504,26 @@ def test_warnings_are_not_caused(net, x):
         parallel = DataParallel(net, 2)
         for _ in range(3):
             parallel(x).mean().backward()
+
+
+def test_modules_whose_length_is_nothing_are_replicated_too():
+    class Empty(nn.Sequential):
+        def forward(self, x):
+            self.seen = x.shape[0]
+            return x
+
+    net = nn.Sequential(nn.Linear(3, 2), Empty())
+    parallel = DataParallel(net, 2)
+    x = torch.randn(4, 3)
+    assert torch.equal(parallel(x), net(x))
+    copies = [replica.module[1] for replica in parallel.replicate()]
+    assert all(copy is not net[1] for copy in copies)
+    net[0] = torch.compile(net[0], backend="eager")  # a wrapper without a length
+    torch.testing.assert_close(parallel(x), net(x))
+
+
+def test_tensors_and_modules_without_values_are_refused_in_words():
+    with pytest.raises(isobatch.LeafTypeError, match="with values"):
+        DataParallel(nn.Linear(3, 2), 2)(torch.ones(4, 3, device="meta"))
+    with pytest.raises(isobatch.ModelError, match=r"to_empty\(device='cpu'\)"):
+        DataParallel(nn.Linear(3, 2, device="meta"), 2)(torch.ones(4, 3))

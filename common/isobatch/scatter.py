@@ -54,15 +54,17 @@ def scatter(
         BatchSizeError: Arrays disagree on the number of rows, or one lacks the batch axis.
         LeafTypeError: An argument is an iterator, which several replicas cannot share.
     """
-    plain = not kwargs and all(map(backend.shape, args))  # arrays alone, as most often: no container to walk
-    leaves, spec = (
-        (args, None)
-        if plain
-        else flatten((args, dict(kwargs)), lambda value: backend.shape(value) is not None)
-    )
+    leaves: Sequence[Any] = args
+    spec, shapes = None, [backend.shape(value) for value in args]
+    if kwargs or not all(shapes):  # else they are arrays alone, as most often: no container to walk
+        leaves, spec = flatten((args, dict(kwargs)), lambda value: backend.shape(value) is not None)
+        shapes = [backend.shape(leaf) for leaf in leaves]
     by_name = options.broadcast or not isinstance(options.axis, int)
     paths = _paths(spec, len(args)) if by_name else [()] * len(leaves)
-    parts = [_part(backend, leaf, path, options, names) for leaf, path in zip(leaves, paths, strict=True)]
+    parts = [
+        _part(backend, leaf, shape, path, options, names=names)
+        for leaf, shape, path in zip(leaves, shapes, paths, strict=True)
+    ]
     counts = {part.rows for part in parts if part.rows is not None}
     if len(counts) > 1 or any(part.fault for part in parts):
         raise _error(parts, _paths(spec, len(args)))
@@ -111,13 +113,20 @@ class _Part:
         return backend.take(self.value, cut, self.axis, device)
 
 
-def _part(backend: Backend, leaf: Any, path: Path, options: Options, names: Sequence[str]) -> _Part:
+def _part(
+    backend: Backend,
+    leaf: Any,
+    shape: tuple[int, ...] | None,
+    path: Path,
+    options: Options,
+    *,
+    names: Sequence[str],
+) -> _Part:
     if isinstance(leaf, Broadcast):
         return _Part(leaf.value, backend.shape(leaf.value))
     if isinstance(leaf, Rows):
-        shape = backend.shape(leaf.value)
-        return _Part(leaf.value, shape, rows=shape[0] if shape else len(leaf.value))
-    shape = backend.shape(leaf)
+        inner = backend.shape(leaf.value)
+        return _Part(leaf.value, inner, rows=inner[0] if inner else len(leaf.value))
     if shape is None and isinstance(leaf, Iterator):
         return _Part(leaf, None, fault="an iterator")
     words = _words(path, names) if shape else []

@@ -236,6 +236,7 @@ def judge(
     whole = compare(found, expected, WHOLE * floor)
     # Splitting a batch rounds otherwise, but with the same constants: in clean float64 it stays at the clean floor.
     own = WHOLE * (FLOAT32 if record.coarse else FLOOR)
+    ways: list[tuple[int, Mapping[str, Any], Callable[[Any], Any]]]
     ways = [(count, {}, partial(_split, count)) for count in replicas]
     if placement:
         ways.append((1, placement, partial(device_parallel, placement=placement)))

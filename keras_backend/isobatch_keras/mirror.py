@@ -3,7 +3,6 @@
 # pyright: reportUntypedBaseClass=false
 from __future__ import annotations
 
-from collections.abc import Sequence
 from types import MethodType
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -29,7 +28,7 @@ else:
 
 
 class Setup(Protocol):
-    """What a model was made from: a named tuple that its class takes apart as arguments."""
+    """What a model was made from: a named tuple of its class's arguments."""
 
     @property
     def template(self) -> keras.Model:
@@ -41,8 +40,8 @@ class Setup(Protocol):
         """Where it runs now."""
         ...
 
-    def __iter__(self) -> Any:
-        """Iterate over the arguments of the class."""
+    def _asdict(self) -> dict[str, Any]:
+        """Return the arguments by name."""
         ...
 
 
@@ -135,8 +134,9 @@ class Mirror(_Base):
 
     def __reduce__(self) -> tuple[Any, ...]:
         unpickle, arguments = super().__reduce__()
-        _, *rest = self._mirrored
-        return _restore, (unpickle, arguments, type(self), rest)
+        made_from = {key: value for key, value in self._mirrored._asdict().items() if value is not None}  # pyright: ignore[reportPrivateUsage] - public in named tuples
+        del made_from["template"]
+        return _restore, (unpickle, arguments, type(self), made_from)
 
 
 def adopt_compilation(parallel: keras.Model, model: keras.Model) -> None:
@@ -151,9 +151,9 @@ def adopt_compilation(parallel: keras.Model, model: keras.Model) -> None:
         parallel.compile(**{**config, "optimizer": model.optimizer, "jit_compile": "auto"})
 
 
-def _restore(unpickle: Any, arguments: tuple[Any, ...], cls: type, rest: Sequence[Any]) -> Any:
+def _restore(unpickle: Any, arguments: tuple[Any, ...], cls: type, made_from: dict[str, Any]) -> Any:
     """Build a pickled parallel model again."""
     model = unpickle(*arguments)
-    parallel = cls(model, *rest)
+    parallel = cls(model, **made_from)
     adopt_compilation(parallel, model)
     return parallel

@@ -11,6 +11,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_
 
 from isobatch.backend import Scalars
 from isobatch.devices import Device
+from isobatch.errors import LeafTypeError
 from isobatch_torch.accelerators import memory, same_memory, send
 from isobatch_torch.internals import Gather, is_confined
 
@@ -37,6 +38,11 @@ def shape(value: Any) -> tuple[int, ...] | None:
     return None
 
 
+def _length(array: Any, axis: int) -> int:
+    plain = isinstance(array, torch.Tensor) and not array.is_nested
+    return array.shape[axis] if plain else (shape(array) or ())[axis]
+
+
 def take(array: Any, rows: slice | None, axis: int, device: Device) -> Any:
     """Return rows of an array on a device, as a view where that is possible.
 
@@ -49,7 +55,7 @@ def take(array: Any, rows: slice | None, axis: int, device: Device) -> Any:
     >>> take(torch.arange(4), slice(1, 3), 0, Device("cpu", 1))
     tensor([1, 2])
     """
-    whole = rows is None or (rows.start == 0 and rows.stop == (shape(array) or ())[axis])
+    whole = rows is None or (rows.start == 0 and rows.stop == _length(array, axis))
     if isinstance(array, np.ndarray | np.generic):
         return array if whole or isinstance(array, np.generic) else array[(slice(None),) * axis + (rows,)]
     if not whole and rows is not None:
@@ -57,6 +63,9 @@ def take(array: Any, rows: slice | None, axis: int, device: Device) -> Any:
     target = memory(device)
     if isinstance(array, torch.Tensor) and same_memory(array, target):
         return array
+    if isinstance(array, torch.Tensor) and array.is_meta:
+        msg = f"Expected tensors with values, got one of shape {tuple(array.shape)} on the meta device, which {device} cannot take."
+        raise LeafTypeError(msg)
     return send(array, target) if isinstance(array, torch.Tensor) else array.to(target)
 
 

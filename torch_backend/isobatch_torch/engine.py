@@ -116,7 +116,7 @@ class Engine:
         """Do what `run` says, for one call at a time."""
         ranks = [shard.rank for shard in shards]
         self.prepare(ranks)
-        mode = (method, state, self.copies.modes)
+        mode = (method, state, self.copies.modes, self.copies.layout)
         known = self.habits.get(mode)
         confined = is_confined()
         live = (

@@ -80,9 +80,12 @@ class Placement:
         """
         tensor = _any_tensor(copies.template) if self.placements is None else None
         if tensor is not None and not same_memory(tensor, self.places[0]):
+            cure = f"call module.to({torch_text(self.device)!r}) first."
+            if tensor.is_meta:
+                cure = f"there they have no values: call module.to_empty(device={torch_text(self.device)!r}) and load some first."
             msg = (
                 f"Expected the module's parameters on {self.device}, the first of its devices, got them on {tensor.device}; "
-                f"call module.to({torch_text(self.device)!r}) first."
+                f"{cure}"
             )
             raise ModelError(msg)
         lines = [line for node in copies.nodes if self.away for line in _unregistered(node)]

@@ -49,7 +49,7 @@ class Node:
                 for key, value in vars(self.original).items()
             }
             for name, child in contents["_modules"].items():
-                contents["_modules"][name] = child and copy_of(child, rank)
+                contents["_modules"][name] = None if child is None else copy_of(child, rank)
             contents.pop("_compiled_call_impl", None)  # of Module.compile: bound to the original
             copy.__class__ = type(self.original)  # parametrizations change it
             vars(copy).clear()
@@ -80,6 +80,7 @@ class Copies:
         self.nodes: list[Node] = []
         self.modes: tuple[bool, ...] = ()
         self.buffers: list[tuple[Node, str, torch.Tensor]] = []
+        self.layout = 0  # changes with the names of the buffers there are
         self._snapshot = _Snapshot(())
 
     def root(self, rank: int) -> nn.Module:
@@ -112,6 +113,7 @@ class Copies:
             for name, buffer in buffers_of(node.original).items()
             if buffer is not None
         ]
+        self.layout = hash(tuple((node.path, name) for node, name, _ in self.buffers))
         self._snapshot = _Snapshot(tuple(nodes))
         return True
 

@@ -71,15 +71,17 @@ class RunningState:
         start = (
             buffer.clone() if updated and own and self.unknown else buffer
         )  # the template's own may be written to
-        parts = [self.part(position, buffer, own=position >= own) for position in range(len(self.ranks))]
+        parts = [
+            self.part(position, node, buffer, own=position >= own) for position in range(len(self.ranks))
+        ]
         for rank, part in zip(self.ranks, parts, strict=True):
             if part is not buffer:
                 buffers_of(node.copies[rank])[name] = part
         return _Loan(node, name, buffer, parts, start, version_of(buffer))
 
-    def part(self, position: int, buffer: torch.Tensor, *, own: bool) -> torch.Tensor:
+    def part(self, position: int, node: Node, buffer: torch.Tensor, *, own: bool) -> torch.Tensor:
         """Return the buffer that one replica gets."""
-        place = self.placement.places[self.ranks[position]]
+        place = self.placement.place(self.ranks[position], node.path)
         if not own:
             return buffer.to(place) if buffer.requires_grad else self.placement.copy(buffer, place)
         copies = self.own[position]
@@ -101,8 +103,8 @@ class RunningState:
 
         def chained() -> Any:
             copies = [buffers_of(loan.node.copies[self.ranks[position]]) for loan in self.loans]
-            place = self.placement.places[self.ranks[position]]
             for loan, buffers in zip(self.loans, copies, strict=True):
+                place = self.placement.place(self.ranks[position], loan.node.path)
                 buffer = buffers_of(loan.node.original)[loan.name]
                 buffers[loan.name] = buffer if buffer is None else buffer.to(place)
             try:
