@@ -138,6 +138,103 @@ def test_images_of_a_folder(folder):
     assert "2 images" in text
 
 
+INITIALIZERS = {
+    "kernel_initializer": {"class_name": "GlorotUniform", "config": {"seed": None}},
+    "bias_initializer": {"class_name": "Zeros", "config": {}},
+}
+
+
+def write_as_keras_2_did(path, *, recurrent):
+    """A functional model in the form that Keras 2.11 gave its files: old configuration, weights by layer and name."""
+    h5py = pytest.importorskip("h5py")
+
+    def layer(kind, name, before, **config):
+        config = {"name": name, "trainable": True, "dtype": "float32", **config}
+        return {"class_name": kind, "name": name, "config": config, "inbound_nodes": [[[before, 0, 0, {}]]]}
+
+    first = {
+        "batch_input_shape": [None, 8, 6],
+        "dtype": "float32",
+        "sparse": False,
+        "ragged": False,
+        "name": "input_1",
+    }
+    conv = {
+        "filters": 4,
+        "kernel_size": [3],
+        "strides": [1],
+        "padding": "same",
+        "dilation_rate": [1],
+        "groups": 1,
+    }
+    lstm = {
+        "units": 3,
+        "activation": "tanh",
+        "recurrent_activation": "sigmoid",
+        "time_major": False,
+        "implementation": 2,
+    }
+    layers = [
+        {"class_name": "InputLayer", "name": "input_1", "config": first, "inbound_nodes": []},
+        layer("Conv1D", "conv1d", "input_1", activation="relu", use_bias=True, **conv, **INITIALIZERS),
+        layer(
+            "BatchNormalization",
+            "norm",
+            "conv1d",
+            axis=[2],
+            momentum=0.99,
+            epsilon=0.001,
+            center=True,
+            scale=True,
+        ),
+        layer("LSTM", "reduced", "norm", **lstm)
+        if recurrent
+        else layer("Flatten", "reduced", "norm", data_format="channels_last"),
+        layer("Dense", "dense", "reduced", units=2, activation="softmax", use_bias=True, **INITIALIZERS),
+    ]
+    ends = {"input_layers": [["input_1", 0, 0]], "output_layers": [["dense", 0, 0]]}
+    model = {"class_name": "Functional", "config": {"name": "model", "layers": layers, **ends}}
+    shapes = {
+        "input_1": {},
+        "conv1d": {"kernel": (3, 6, 4), "bias": (4,)},
+        "norm": dict.fromkeys(("gamma", "beta", "moving_mean", "moving_variance"), (4,)),
+        "reduced": {},
+        "dense": {"kernel": (32, 2), "bias": (2,)},
+    }
+    rng = np.random.default_rng(0)
+    with h5py.File(path, "w") as file:
+        file.attrs.update(keras_version="2.11.0", backend="tensorflow", model_config=json.dumps(model))
+        group = file.create_group("model_weights")
+        group.attrs.update(
+            keras_version="2.11.0", backend="tensorflow", layer_names=[name.encode() for name in shapes]
+        )
+        for name, weights in shapes.items():
+            own = group.create_group(name)
+            own.attrs["weight_names"] = [f"{name}/{weight}:0".encode() for weight in weights]
+            for weight, shape in weights.items():
+                own.create_dataset(f"{name}/{weight}:0", data=rng.uniform(0.5, 1.5, shape).astype("float32"))
+
+
+def test_files_of_keras_2_work_where_keras_3_opens_them(folder, capfd):
+    write_as_keras_2_did(folder / "old.h5", recurrent=False)
+    assert main(["parity", "old.h5", "--replicas", "2"]) == 0
+    assert "PASS" in capfd.readouterr().out
+    write_as_keras_2_did(folder / "older.h5", recurrent=True)
+    assert main(["parity", "older.h5"]) == 2
+    said = capfd.readouterr().err
+    assert "time_major" in said  # Keras's own reason
+    assert said.count("\n") == 1
+
+
+def test_random_pixels_go_into_a_rescaling():
+    model = keras.Sequential([keras.Input((8, 8, 3)), L.Rescaling(1 / 127.5, -1.0), L.Conv2D(2, 3)])
+    batch, _ = load_batch(to_spec(model), None, 4, 0)
+    assert batch.min() >= 0
+    assert batch.max() > 200
+    other = keras.Sequential([keras.Input((8, 8, 3)), L.Rescaling(2.0), L.Conv2D(2, 3)])
+    assert load_batch(to_spec(other), None, 4, 0)[0].max() < 10
+
+
 def test_random_words_fit_their_embedding():
     model = keras.Sequential([keras.Input((7,), dtype="int32"), L.Embedding(3, 4)])
     batch, text = load_batch(to_spec(model), None, 50, 1)

@@ -320,6 +320,13 @@ def test_names_that_torch_has_for_something_else():
     assert judge(model, twin, np.ones((2, 4))).passed
 
 
+def test_a_list_of_one_output_is_that_output():
+    x = keras.Input((3,))
+    model = keras.Model([x], [L.Dense(2)(x)])
+    assert isobatch.twin(model)(torch.ones(4, 3)).shape == (4, 2)
+    assert judge(model, isobatch.twin(model), [np.ones((4, 3))], replicas=(2,)).passed
+
+
 def test_names_that_python_has_for_something_else():
     a, b = keras.Input((3,), name="in"), keras.Input((3,), name="lambda")
     tower = keras.Sequential([keras.Input((3,)), L.Dense(2, name="class")], name="for")

@@ -105,7 +105,7 @@ def unbiased(layer):
 
 def old_reset(layer):
     """`nn.GRU` with a hidden bias of zero, in place of a GRU that resets before the product."""
-    native = nn.GRU(layer.weight_ih_l0.shape[1], layer.units, batch_first=True)
+    native = nn.GRU(layer.weight_ih_l0.shape[1], layer.hidden_size, batch_first=True)
     native.load_state_dict({**layer.state_dict(), "bias_hh_l0": torch.zeros_like(native.bias_hh_l0)})
     return Instead(lambda gru, x: gru(x)[0][:, -1], native)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+
 import keras
 import numpy as np
 
@@ -268,6 +270,7 @@ def _recurrent():
         "time-distributed-conv",
         lambda: on(L.TimeDistributed(L.Conv2D(3, 3, padding="same")), image(*frames)),
     )
+    yield "time-distributed-masked", lambda: masked(lambda x: L.GRU(3)(L.TimeDistributed(L.Dense(3))(x)))
     yield "time-distributed-model", lambda: on(L.TimeDistributed(_little()), image(*frames))
     yield "masking", _masking
 
@@ -311,6 +314,10 @@ def _attention():
             L.MultiHeadAttention(2, 3, dropout=0.1), return_attention_scores=True, use_causal_mask=True
         ),
     )
+    gated = {"use_gate": True, "sliding_window": 2}  # of newer versions of Keras
+    if "use_gate" in inspect.signature(L.MultiHeadAttention).parameters:
+        yield "mha-gate-window", lambda: attend(L.MultiHeadAttention(2, 3, value_dim=2, **gated))
+        yield "gqa-gate-window", lambda: attend(L.GroupQueryAttention(3, 4, 2, **gated), use_causal_mask=True)
     yield "mha-self-masked", lambda: masked(lambda x: L.MultiHeadAttention(2, 3)(x, x))
     yield "gqa", lambda: attend(L.GroupQueryAttention(3, 4, 2))
     yield "gqa-mask", lambda: attend(L.GroupQueryAttention(3, 4, 2), mask=True)

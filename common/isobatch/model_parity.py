@@ -14,7 +14,7 @@ from isobatch.errors import DataError, ModelError
 from isobatch.parity import finite, make_room, versions
 from isobatch.placement import Placement
 from isobatch.registry import get_backend
-from isobatch.spec import Spec
+from isobatch.spec import Node, Spec
 from isobatch.verdict import Verdict, judge
 
 if TYPE_CHECKING:
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 __all__ = ["ModelReport", "load_batch", "load_keras_model", "load_torch_module", "run_model", "write_twin"]
 
 _MODEL_FILES = (".keras", ".h5", ".hdf5")
+_PIXEL_SCALE = 0.05  # a first rescaling by less than this, such as 1/255 or 1/127.5, takes pixels
 _GREATEST_WORD = 10  # of random integers that go into no embedding
 
 
@@ -229,7 +230,7 @@ def _arrays(spec: Spec, path: Path) -> list[np.ndarray[Any, Any]]:
 
 
 def _random_rows(spec: Spec, rows: int, seed: int) -> list[np.ndarray[Any, Any]]:
-    """Normal numbers, and integers that the embeddings they go into have rows for."""
+    """What the network's first operations expect: integers that an embedding has rows for, pixels for a rescaling, else normal numbers."""
     import numpy as np
 
     rng = np.random.default_rng(seed)
@@ -241,12 +242,23 @@ def _random_rows(spec: Spec, rows: int, seed: int) -> list[np.ndarray[Any, Any]]
             for node in spec.nodes
             if node.operation == "embedding" and node.inputs[0] == one.name
         ]
+        scales = [abs(float(node.attributes["scale"])) for node in spec.nodes if _rescales(node, one.name)]
         if sizes or "int" in one.dtype:
             dtype = one.dtype if "int" in one.dtype else "float32"
             arrays.append(rng.integers(0, min(sizes, default=_GREATEST_WORD), shape).astype(dtype))
+        elif scales and 0 < min(scales) < _PIXEL_SCALE:
+            arrays.append(rng.integers(0, 256, shape).astype("float32"))
         else:
             arrays.append(rng.standard_normal(shape).astype("float32"))
     return arrays
+
+
+def _rescales(node: Node, name: str) -> bool:
+    return (
+        node.operation == "rescale"
+        and node.inputs[0] == name
+        and not isinstance(node.attributes["scale"], list)
+    )
 
 
 def _packed(signature: Any, by_name: dict[str, Any]) -> Any:

@@ -174,8 +174,9 @@ _OPERATIONS: dict[str, Operation] = {
     ),
     # Attention; a mask is true where attention goes
     "multi_head_attention": _operation(
-        "scaled dot-product attention between projections of query, value and key; key_heads may be fewer than heads",
-        "heads key_heads dropout causal return_scores",
+        "scaled dot-product attention between projections of query, value and key; key_heads may be fewer than heads; "
+        "within `window` - 1 positions to either side (0: everywhere); heads times sigmoid(gate @ query) where there is a gate",
+        "heads key_heads dropout causal window return_scores",
         _FLOAT32_CONSTANT,
         query_kernel="(in, heads, key_dim)",
         query_bias="(heads, key_dim)",
@@ -183,6 +184,8 @@ _OPERATIONS: dict[str, Operation] = {
         key_bias="(key_heads, key_dim)",
         value_kernel="(in, key_heads, value_dim)",
         value_bias="(key_heads, value_dim)",
+        gate_kernel="(in, heads, value_dim)",
+        gate_bias="(heads, value_dim)",
         output_kernel="(heads, value_dim, out)",
         output_bias="(out,)",
     ),

@@ -13,7 +13,7 @@ from isobatch.placement import Balance, Placement, PlacementRequest, spread
 from isobatch.registry import backend_of, get_backend
 from isobatch.rows import Policy
 
-__all__ = ["data_parallel", "device_parallel", "load", "virtual_devices"]
+__all__ = ["data_parallel", "device_parallel", "load", "over_cpus", "virtual_devices"]
 
 M = TypeVar("M")
 
@@ -83,6 +83,19 @@ def data_parallel(
         raise ValueError(msg)
     result: M = backend.data_parallel(model, devices, options, output_device, placements)
     return result
+
+
+def over_cpus(model: M, replicas: int | None) -> M:
+    """Return a model over so many replicas, on CPU devices of their own as far as there are enough.
+
+    Args:
+        model: As for `data_parallel`.
+        replicas: How many; `None` for the model itself.
+    """
+    if replicas is None:
+        return model
+    cpus = [device for device in backend_of(model).devices() if device.kind == "cpu"]
+    return data_parallel(model, [cpus[rank % len(cpus)] for rank in range(replicas)])
 
 
 def device_parallel(

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from isobatch.compare import Comparison, compare
 from isobatch.errors import SpecError
 from isobatch.operations import FLOOR, find_operation
-from isobatch.parallel import data_parallel, device_parallel
-from isobatch.registry import backend_of, get_backend
+from isobatch.parallel import device_parallel, over_cpus
+from isobatch.registry import get_backend
 from isobatch.rows import split_sizes
 from isobatch.spec import Spec, references
 from isobatch.trees import flatten
@@ -237,7 +237,7 @@ def judge(
     # Splitting a batch rounds otherwise, but with the same constants: in clean float64 it stays at the clean floor.
     own = WHOLE * (FLOAT32 if record.coarse else FLOOR)
     ways: list[tuple[int, Mapping[str, Any], Callable[[Any], Any]]]
-    ways = [(count, {}, partial(_split, count)) for count in replicas]
+    ways = [(count, {}, partial(over_cpus, replicas=count)) for count in replicas]
     if placement:
         ways.append((1, placement, partial(device_parallel, placement=placement)))
     runs = tuple(
@@ -335,11 +335,6 @@ def _failed(path: str, detail: str, allowed: float) -> Comparison:
     return Comparison(
         passed=False, allowed=allowed, fault="error", path=path, absolute=inf, scaled=inf, detail=detail
     )
-
-
-def _split(count: int, model: Any) -> Any:
-    cpus = [device for device in backend_of(model).devices() if device.kind == "cpu"]
-    return data_parallel(model, [cpus[rank % len(cpus)] for rank in range(count)])
 
 
 def _parallel_checks(

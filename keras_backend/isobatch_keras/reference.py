@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -9,7 +10,7 @@ import keras
 import numpy as np
 
 from isobatch.digits import Images
-from isobatch.parallel import data_parallel
+from isobatch.parallel import over_cpus
 
 __all__ = ["ReferenceNetwork", "digits_network", "train"]
 
@@ -59,7 +60,7 @@ def train(
     """
     keras.utils.set_random_seed(seed)
     model = digits_network(images.shape, images.classes)
-    parallel = data_parallel(model, [f"cpu:{rank}" for rank in range(replicas)])
+    parallel = over_cpus(model, replicas)
     parallel.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
     report = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, _logs: on_epoch(epoch + 1))
     parallel.fit(
@@ -94,14 +95,8 @@ class ReferenceNetwork:
         for layer in self._model.layers:
             for variable in layer.variables:
                 variable.assign(weights[f"{layer.name}.{variable.name}"])
-        self._parallel: dict[int, keras.Model] = {}
+        self._over = functools.cache(functools.partial(over_cpus, self._model))
 
     def predict(self, images: np.ndarray[Any, Any], replicas: int | None = None) -> np.ndarray[Any, Any]:
         """Return the logits `(B, classes)` of images `(B, height, width, channels)`, by one model or by so many replicas."""
-        model = self._model
-        if replicas is not None:
-            if replicas not in self._parallel:
-                devices = [f"cpu:{rank}" for rank in range(replicas)]
-                self._parallel[replicas] = data_parallel(self._model, devices)
-            model = self._parallel[replicas]
-        return np.asarray(model.predict_on_batch(images))
+        return np.asarray(self._over(replicas).predict_on_batch(images))

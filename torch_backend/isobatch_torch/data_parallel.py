@@ -16,7 +16,6 @@ from isobatch.placement import Placement
 from isobatch_torch.accelerators import memory, one_device, visible
 from isobatch_torch.backend import BACKEND
 from isobatch_torch.engine import Engine, Schedule, run_template
-from isobatch_torch.internals import uncompiled
 from isobatch_torch.placement import is_home
 from isobatch_torch.stages import move_parts
 from isobatch_torch.wrapper import Wrapper
@@ -82,22 +81,6 @@ class DataParallel(Wrapper, nn.DataParallel[nn.Module]):  # pyright: ignore[repo
             move_parts(module, placements[0])
         elif len(devices) == 1 and devices[0].kind != "cpu":
             module.to(memory(devices[0]))
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's forward pass in parallel.
-
-        Args:
-            *args: As the module takes them, for the whole batch.
-            **kwargs: Likewise.
-
-        Returns:
-            What the module would return.
-        """
-        if (
-            torch.compiler.is_compiling()
-        ):  # around the wrapper: there is nothing in here that could be compiled
-            return _call_uncompiled(self, args, kwargs)
-        return self.call_method("__call__", *args, **kwargs)
 
     def call_method(self, method: str, /, *args: Any, **kwargs: Any) -> Any:
         """Run any method of the module in parallel.
@@ -209,8 +192,3 @@ class DataParallel(Wrapper, nn.DataParallel[nn.Module]):  # pyright: ignore[repo
             vars(self)[name] = value
         else:
             super().__setattr__(name, value)
-
-
-@uncompiled
-def _call_uncompiled(parallel: DataParallel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return parallel.call_method("__call__", *args, **kwargs)

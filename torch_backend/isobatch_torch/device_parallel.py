@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import nn
 
 from isobatch.devices import Device, DeviceRequest
 from isobatch.errors import ModelError
 from isobatch.placement import Placement
 from isobatch_torch.accelerators import one_device
-from isobatch_torch.internals import uncompiled
 from isobatch_torch.stages import Stages, move_parts
 from isobatch_torch.wrapper import Wrapper
 
@@ -34,6 +32,7 @@ class DeviceParallel(Wrapper, nn.Module):  # pyright: ignore[reportIncompatibleV
         DeviceError: A device is absent or cannot be understood.
         ModelError: The module is a wrapper itself, or has no such parts.
 
+    >>> import torch
     >>> placed = DeviceParallel(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)), {"0": "cpu:0", "1": "cpu:1"})
     >>> placed(torch.ones(5, 3)).shape, list(placed.state_dict())
     (torch.Size([5, 2]), ['0.weight', '0.bias', '1.weight', '1.bias'])
@@ -62,22 +61,6 @@ class DeviceParallel(Wrapper, nn.Module):  # pyright: ignore[reportIncompatibleV
         """The devices in use."""
         return self.placement.devices
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's forward pass.
-
-        Args:
-            *args: As the module takes them.
-            **kwargs: Likewise.
-
-        Returns:
-            What the module would return.
-        """
-        if (
-            torch.compiler.is_compiling()
-        ):  # around the wrapper: there is nothing in here that could be compiled
-            return _call_uncompiled(self, args, kwargs)
-        return self.call_method("__call__", *args, **kwargs)
-
     def call_method(self, method: str, /, *args: Any, **kwargs: Any) -> Any:
         """Run any method of the module with its parts on their devices.
 
@@ -96,11 +79,6 @@ class DeviceParallel(Wrapper, nn.Module):  # pyright: ignore[reportIncompatibleV
     def invalidate(self) -> None:
         """Forget what calls have shown."""
         vars(self)["_engine"] = None
-
-
-@uncompiled
-def _call_uncompiled(placed: DeviceParallel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return placed.call_method("__call__", *args, **kwargs)
 
 
 def check_placeable(module: nn.Module) -> list[str]:

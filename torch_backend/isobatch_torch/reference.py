@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,7 +10,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from isobatch.parallel import data_parallel
+from isobatch.parallel import over_cpus
 
 __all__ = ["DigitsNetwork", "ReferenceNetwork"]
 
@@ -87,16 +88,10 @@ class ReferenceNetwork:
         self._module = DigitsNetwork(shape, classes)
         self._module.load_keras(weights)
         self._module.eval().to(getattr(torch, precision))
-        self._parallel: dict[int, nn.Module] = {}
+        self._over = functools.cache(functools.partial(over_cpus, self._module))
 
     def predict(self, images: np.ndarray[Any, Any], replicas: int | None = None) -> np.ndarray[Any, Any]:
         """Return the logits `(B, classes)` of images `(B, height, width, channels)`, by one model or by so many replicas."""
-        module: nn.Module = self._module
-        if replicas is not None:
-            if replicas not in self._parallel:
-                devices = [f"cpu:{rank}" for rank in range(replicas)]
-                self._parallel[replicas] = data_parallel(self._module, devices)
-            module = self._parallel[replicas]
         with torch.inference_mode():
-            logits: torch.Tensor = module(torch.from_numpy(images).permute(0, 3, 1, 2))
+            logits: torch.Tensor = self._over(replicas)(torch.from_numpy(images).permute(0, 3, 1, 2))
         return logits.numpy()

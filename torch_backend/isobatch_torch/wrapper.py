@@ -6,9 +6,11 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import TYPE_CHECKING, Any, Self
 
+import torch
 from torch import nn
 
 from isobatch.devices import Device
+from isobatch_torch.internals import uncompiled
 
 __all__ = ["Wrapper"]
 
@@ -36,6 +38,24 @@ class Wrapper(_Base):
         nn.Module.__init__(self)
         module.training = training
         _share(self)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's forward pass.
+
+        Args:
+            *args: As the module takes them.
+            **kwargs: Likewise.
+
+        Returns:
+            What the module would return.
+        """
+        if torch.compiler.is_compiling():  # around the wrapper: there is nothing in here to compile
+            return _call_uncompiled(self, args, kwargs)
+        return self.call_method("__call__", *args, **kwargs)
+
+    def call_method(self, method: str, /, *args: Any, **kwargs: Any) -> Any:
+        """Run any method of the module as the wrapper runs its forward pass."""
+        raise NotImplementedError
 
     @property
     def training(self) -> bool:
@@ -135,6 +155,11 @@ class Wrapper(_Base):
 
     def __getitem__(self, index: Any) -> Any:
         return self.module[index]  # type: ignore[index]
+
+
+@uncompiled
+def _call_uncompiled(wrapper: Wrapper, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return wrapper.call_method("__call__", *args, **kwargs)
 
 
 _COLLECTIONS = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")

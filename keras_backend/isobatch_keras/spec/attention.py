@@ -37,6 +37,8 @@ def _multi_head(
         "value": layer._value_dense,  # noqa: SLF001
         "output": layer._output_dense,  # noqa: SLF001
     }
+    if _setting(layer, "use_gate"):
+        parts["gate"] = layer._gate_dense  # noqa: SLF001
     kernels = {f"{name}_kernel": part.kernel for name, part in parts.items()}
     biases = {f"{name}_bias": part.bias for name, part in parts.items()}
     return at.add_several(
@@ -56,17 +58,19 @@ def _multi_head(
         key_heads=layer.num_key_value_heads if grouped else layer.num_heads,
         dropout=layer.dropout,
         causal=use_causal_mask,
+        window=_setting(layer, "sliding_window") or 0,
         return_scores=return_attention_scores,
     )
 
 
+def _setting(layer: Any, name: str) -> Any:
+    """Newer versions of Keras have it, one of the two layers under a private name."""
+    return getattr(layer, name, getattr(layer, f"_{name}", None))
+
+
 def _refuse(at: Emitter, layer: Any, query: Ref) -> None:
     """What the operation has no attribute for."""
-    unknown = [
-        name
-        for name in ("_use_gate", "use_gate", "_sliding_window", "sliding_window")
-        if getattr(layer, name, None) not in {None, False}
-    ]
+    unknown: list[str] = []
     if len(query.shape) != 3:
         unknown.append("attention over several axes")
     if len(layer._output_dense.kernel.shape) != 3:  # noqa: SLF001

@@ -9,6 +9,7 @@ import numpy as np
 
 from isobatch.errors import SpecError
 from isobatch_keras.spec.activations import activate
+from isobatch_keras.spec.convolution import channels_last
 from isobatch_keras.spec.refs import Ref
 from isobatch_keras.spec.walk import Emitter, Rule
 
@@ -36,9 +37,13 @@ def _normalization(at: Emitter, layer: Any, x: Ref) -> Ref:
     return at.add("standardize", x, weights=weights, invert=bool(layer.invert))
 
 
+@channels_last
 def _resizing(at: Emitter, layer: Any, x: Ref) -> Ref:
-    if layer.crop_to_aspect_ratio or layer.pad_to_aspect_ratio or layer.data_format == "channels_first":
-        msg = f"{at.layer}: Resizing that keeps the aspect ratio, or with channels first"
+    if layer.crop_to_aspect_ratio or layer.pad_to_aspect_ratio:
+        msg = f"{at.layer}: Resizing that keeps the aspect ratio"
+        raise SpecError(msg)
+    if layer.interpolation.startswith("lanczos"):
+        msg = f"{at.layer}: Resizing with {layer.interpolation}"
         raise SpecError(msg)
     return at.add(
         "resize",

@@ -158,11 +158,11 @@ def _direction(at: Emitter, layer: Any, x: Ref, states: Sequence[Ref], mask: Ref
 
 
 def _time_distributed(at: Emitter, layer: Any, x: Ref, mask: Ref | None = None) -> Ref:
-    if mask is not None:
-        msg = f"{at.layer}: TimeDistributed with a mask"
-        raise SpecError(msg)
     folded = at.add("time_fold", x, part=".fold")
-    y = at.call(layer.layer, folded, f".{layer.layer.name}", [None, *x.shape[2:]])[0]
+    masks = {}
+    if mask is not None and layer.layer._call_has_mask_arg:  # noqa: SLF001 - else Keras leaves the mask out
+        masks["mask"] = at.add("time_fold", mask, part=".fold_mask")
+    y = at.call(layer.layer, folded, f".{layer.layer.name}", [None, *x.shape[2:]], **masks)[0]
     return at.add("time_unfold", y, x, part=".unfold")
 
 

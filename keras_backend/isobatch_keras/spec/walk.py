@@ -337,6 +337,8 @@ def _spec(name: str, inputs: list[Input], found: Walk, functional: Any, outputs:
     tensors = {key: as_array(variable) for key, variable in found.variables.items()}
     signature = packed_names(functional._inputs_struct, [one.name for one in inputs])  # noqa: SLF001 - how the model is called
     result = packed_names(functional._outputs_struct, [str(ref) for ref in outputs])  # noqa: SLF001
+    if isinstance(result, list) and len(result) == 1:  # Keras takes the only output out of its list
+        result = result[0]
     return Spec(name, tuple(inputs), tuple(nodes), result, tensors, signature).check()
 
 

@@ -24,10 +24,11 @@ class MultiHeadAttention(nn.Module):
         super().__init__()
         self.heads, self.key_heads = settings["heads"], settings["key_heads"]
         self.dropout, self.causal = settings["dropout"], settings["causal"]
-        self.return_scores = settings["return_scores"]
+        self.window, self.return_scores = settings["window"], settings["return_scores"]
         self.query_proj, self.key_proj, self.value_proj = (
             _projection(shapes, name) for name in ("query", "key", "value")
         )
+        self.gate_proj = _projection(shapes, "gate") if "gate_kernel" in shapes else None
         heads, width, outer = shapes["output_kernel"]
         self.out_proj = nn.Linear(heads * width, outer, bias="output_bias" in shapes)
 
@@ -64,8 +65,12 @@ class MultiHeadAttention(nn.Module):
             scores = _masked(scores, mask.bool())
         if self.causal:
             scores = _masked(scores, _triangle(scores))
+        if self.window:
+            scores = _masked(scores, _band(scores, self.window))
         scores = F.dropout(scores.softmax(-1), self.dropout, self.training)
         joined = (scores @ v).transpose(1, 2).flatten(2)
+        if self.gate_proj is not None:
+            joined = joined * self.gate_proj(query).sigmoid()
         output = self.out_proj(joined)
         return (output, scores) if self.return_scores else output
 
@@ -148,6 +153,11 @@ def _split(x: torch.Tensor, heads: int) -> torch.Tensor:
 def _masked(scores: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """Scores with a large negative number where the mask is false, so that a row without any attends equally to all."""
     return torch.where(mask, scores, scores.new_full((), -0.7 * torch.finfo(scores.dtype).max))
+
+
+def _band(scores: torch.Tensor, window: int) -> torch.Tensor:
+    rows, columns = (torch.arange(length, device=scores.device) for length in scores.shape[-2:])
+    return (rows[:, None] - columns).abs() < window
 
 
 def _triangle(scores: torch.Tensor) -> torch.Tensor:

@@ -23,14 +23,23 @@ States = list[torch.Tensor]
 class Loop(nn.Module):
     """What all recurrent layers do around one step, over `(B, T, ...)`.
 
-    Subclasses set `self.settings` and have `initial` and `step`.
+    Subclasses call `follow`, have a `hidden_size` (or an `initial` of their own) and a `step`.
     """
 
-    settings: dict[str, Any]
+    hidden_size: int
+    states = 1
+    """How many there are."""
+
+    def follow(self, settings: dict[str, Any]) -> None:
+        """Take over the operation's attributes."""
+        self.settings = settings
+        self.activation = activation(settings["activation"])
+        if "recurrent_activation" in settings:
+            self.recurrent_activation = activation(settings["recurrent_activation"])
 
     def initial(self, x: torch.Tensor) -> States:
-        """Return the states `(B, units)` before the first step."""
-        raise NotImplementedError
+        """Return the states `(B, units)` before the first step: zeros."""
+        return [x.new_zeros(len(x), self.hidden_size) for _ in range(self.states)]
 
     def step(self, x: torch.Tensor, states: States) -> States:
         """Return the states after one step; the first one is the output."""
@@ -93,9 +102,6 @@ class Loop(nn.Module):
         noisy = self.training and (self.settings["dropout"] or self.settings["recurrent_dropout"])
         return not noisy and all(list(self.settings[key]) == [word, {}] for key, word in activations.items())
 
-    def _zeros(self, x: torch.Tensor, units: int, count: int) -> States:
-        return [x.new_zeros(len(x), units) for _ in range(count)]
-
 
 class LSTM(Loop, nn.LSTM):  # type: ignore[misc] # its forward is a loop's
     """Long short-term memory; `bias_hh_l0` stays zero, for Keras has one bias.
@@ -107,16 +113,12 @@ class LSTM(Loop, nn.LSTM):  # type: ignore[misc] # its forward is a loop's
         settings: The operation's attributes.
     """
 
+    states = 2
+
     def __init__(self, inner: int, units: int, *, bias: bool, settings: dict[str, Any]) -> None:
         nn.LSTM.__init__(self, inner, units, bias=bias, batch_first=True)
-        self.settings = settings
-        self.activation = activation(settings["activation"])
-        self.recurrent_activation = activation(settings["recurrent_activation"])
+        self.follow(settings)
         _freeze_second_bias(self)
-
-    def initial(self, x: torch.Tensor) -> States:
-        """Return zeros."""
-        return self._zeros(x, self.hidden_size, 2)
 
     def native(self, x: torch.Tensor, states: States) -> tuple[torch.Tensor, States] | None:
         """Return what `nn.LSTM` computes."""
@@ -143,13 +145,7 @@ class GRU(Loop, nn.GRU):  # type: ignore[misc] # its forward is a loop's
 
     def __init__(self, inner: int, units: int, *, bias: bool, settings: dict[str, Any]) -> None:
         nn.GRU.__init__(self, inner, units, bias=bias, batch_first=True)
-        self.settings = settings
-        self.activation = activation(settings["activation"])
-        self.recurrent_activation = activation(settings["recurrent_activation"])
-
-    def initial(self, x: torch.Tensor) -> States:
-        """Return zeros."""
-        return self._zeros(x, self.hidden_size, 1)
+        self.follow(settings)
 
     def native(self, x: torch.Tensor, states: States) -> tuple[torch.Tensor, States] | None:
         """Return what `nn.GRU` computes."""
@@ -184,17 +180,12 @@ class ResetBeforeGRU(Loop):
         self.weight_ih_l0 = nn.Parameter(torch.empty(3 * units, inner))
         self.weight_hh_l0 = nn.Parameter(torch.empty(3 * units, units))
         self.bias_ih_l0 = nn.Parameter(torch.empty(3 * units)) if bias else None
-        self.units, self.settings = units, settings
-        self.activation = activation(settings["activation"])
-        self.recurrent_activation = activation(settings["recurrent_activation"])
+        self.hidden_size = units
+        self.follow(settings)
 
     def extra_repr(self) -> str:
         """Return what `print` shows."""
-        return f"{self.weight_ih_l0.shape[1]}, {self.units}"
-
-    def initial(self, x: torch.Tensor) -> States:
-        """Return zeros."""
-        return self._zeros(x, self.units, 1)
+        return f"{self.weight_ih_l0.shape[1]}, {self.hidden_size}"
 
     def step(self, x: torch.Tensor, states: States) -> States:
         """Return the state after one step."""
@@ -219,13 +210,8 @@ class RNN(Loop, nn.RNN):  # type: ignore[misc] # its forward is a loop's
 
     def __init__(self, inner: int, units: int, *, bias: bool, settings: dict[str, Any]) -> None:
         nn.RNN.__init__(self, inner, units, bias=bias, batch_first=True)
-        self.settings = settings
-        self.activation = activation(settings["activation"])
+        self.follow(settings)
         _freeze_second_bias(self)
-
-    def initial(self, x: torch.Tensor) -> States:
-        """Return zeros."""
-        return self._zeros(x, self.hidden_size, 1)
 
     def native(self, x: torch.Tensor, states: States) -> tuple[torch.Tensor, States] | None:
         """Return what `nn.RNN` computes."""

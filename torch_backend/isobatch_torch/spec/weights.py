@@ -146,9 +146,12 @@ WEIGHTS: dict[str, dict[str, Weight]] = {
     "multi_head_attention": {
         **{
             f"{name}_kernel": Weight(f"{name}_proj.weight", _heads_to_torch, _heads_to_spec)
-            for name in ("query", "key", "value")
+            for name in ("query", "key", "value", "gate")
         },
-        **{f"{name}_bias": Weight(f"{name}_proj.bias", _flat, _shaped) for name in ("query", "key", "value")},
+        **{
+            f"{name}_bias": Weight(f"{name}_proj.bias", _flat, _shaped)
+            for name in ("query", "key", "value", "gate")
+        },
         "output_kernel": Weight("out_proj.weight", _output_to_torch, _heads_to_spec),
         "output_bias": Weight("out_proj.bias"),
     },
