@@ -3,6 +3,7 @@
 import copy
 import pickle
 import re
+import shutil
 
 import keras
 import numpy as np
@@ -130,6 +131,103 @@ def test_exports_and_compiles():
     torch.testing.assert_close(exported(batch), twin(batch))
     compiled = torch.compile(twin, backend="aot_eager")
     torch.testing.assert_close(compiled(batch), twin(batch))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch's inductor needs a C++ compiler")
+@pytest.mark.filterwarnings(
+    "ignore:.torch.jit.script_method. is deprecated:DeprecationWarning"
+)  # by inductor itself
+def test_compiles_to_machine_code():
+    x = keras.Input((6, 4))
+    y = L.Masking()(L.Dense(4, activation="gelu")(x))
+    y = L.MultiHeadAttention(2, 3)(y, y)
+    twin = isobatch.twin(scramble(keras.Model(x, L.Dense(2)(L.LayerNormalization()(y)))))
+    batch = torch.rand(3, 6, 4)
+    compiled = torch.compile(twin, backend="inductor")
+    torch.testing.assert_close(compiled(batch), twin(batch))
+
+
+def test_a_subclassed_model_says_how_it_gets_a_graph():
+    class Net(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.hidden, self.norm = L.Dense(4, activation="relu"), L.BatchNormalization()
+            self.head = L.Dense(2)
+
+        def call(self, x, *, training=False):
+            y = self.hidden(x)
+            return self.head(self.norm(y, training=training) + y)
+
+    model, batch = Net(), np.random.default_rng(0).standard_normal((3, 5)).astype("float32")
+    model(batch)
+    with pytest.raises(ModelError, match=re.escape("keras.Model(x, model.call(x))")):
+        to_spec(model)
+    x = keras.Input((5,))
+    graph = keras.Model(x, model.call(x))
+    assert judge(graph, isobatch.twin(graph), batch).word == "PASS"
+    np.testing.assert_allclose(
+        isobatch.twin(graph)(torch.tensor(batch)).detach(), model(batch), rtol=1e-5, atol=1e-6
+    )
+
+
+@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
+def test_of_a_mixed_model_the_twin_has_the_float32_weights(policy):
+    x = keras.Input((8, 8, 3))
+    y = L.Conv2D(4, 3, dtype=policy)(x)
+    y = L.ReLU(dtype=policy)(L.BatchNormalization(dtype=policy)(y))
+    model = scramble(keras.Model(x, L.Dense(3, dtype="float32")(L.Flatten(dtype=policy)(y))))
+    twin = isobatch.twin(model)
+    assert {one.dtype for one in twin.parameters()} == {torch.float32}
+    verdict = judge(model, twin, batch_for(model))
+    assert verdict.word == "PASS"
+    assert (
+        verdict.closeness.keras > 1e-4 > 100 * verdict.closeness.torch
+    )  # what the policy costs, on Keras's side only
+
+
+@pytest.mark.parametrize(
+    "layers",
+    [
+        lambda form: [
+            L.Conv2D(4, 3, strides=2, padding="same", data_format=form),
+            L.BatchNormalization(axis=1 if form == "channels_first" else -1),
+        ],
+        lambda form: [
+            L.DepthwiseConv2D(3, depth_multiplier=2, data_format=form),
+            L.MaxPooling2D(2, data_format=form),
+        ],
+        lambda form: [
+            L.SeparableConv2D(4, 3, data_format=form),
+            L.AveragePooling2D(3, 2, "same", data_format=form),
+        ],
+        lambda form: [
+            L.Conv2DTranspose(4, 3, 2, data_format=form),
+            L.ZeroPadding2D(((1, 0), (0, 2)), data_format=form),
+            L.GlobalAveragePooling2D(form),
+        ],
+        lambda form: [
+            L.UpSampling2D(2, data_format=form),
+            L.Conv2D(2, 3, groups=1, dilation_rate=2, data_format=form),
+            L.Flatten(data_format=form),
+        ],
+    ],
+    ids=["conv-norm", "depthwise-pool", "separable-pool", "transpose-pad-global", "upsample-flatten"],
+)
+def test_layers_with_channels_first_are_those_with_channels_last(layers):
+    """TensorFlow's CPU runs no convolution with channels first, so the network with channels last says what is right."""
+    first, last = (
+        keras.Sequential([keras.Input(shape), *layers(form)])
+        for form, shape in (("channels_first", (3, 9, 8)), ("channels_last", (9, 8, 3)))
+    )
+    scramble(last)
+    first.set_weights(last.get_weights())
+    batch = np.random.default_rng(0).standard_normal((2, 9, 8, 3)).astype("float32")
+    found = isobatch.twin(first)(torch.tensor(batch).movedim(-1, 1)).detach().numpy()
+    expected = last(batch).numpy()
+    if expected.ndim == 4:
+        expected = np.moveaxis(expected, -1, 1)
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_trains_as_keras_does():

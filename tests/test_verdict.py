@@ -262,6 +262,37 @@ def test_wrong_wiring_is_found_where_every_layer_is_right():
     assert "outputs differ" in str(verdict)
 
 
+@pytest.mark.parametrize(("activation", "fault"), [("relu", 1e-10), ("gelu", 1e-6)])
+def test_a_small_fault_between_right_layers_is_found(activation, fault):
+    """A thousand floors would allow 1e-9 and 1e-4; what the layers' own gaps come to is less."""
+    x = keras.Input((6, 5))
+    y = L.Dense(5, name="planted")(L.Dense(5, activation=activation)(x))
+    model = scramble(keras.Model(x, L.Dense(3)(L.LayerNormalization()(y))))
+    twin, batch = isobatch.twin(model), batch_for(model)
+    assert judge(model, twin, batch).word == "PASS"
+    node = next(node for node in twin.graph.nodes if node.target == "planted")
+    with twin.graph.inserting_after(node):
+        scaled = twin.graph.call_function(torch.add, (node.args[0], fault))
+    node.prepend(scaled)
+    node.args = (scaled,)
+    twin.recompile()
+    verdict = judge(model, twin, batch)
+    assert (verdict.word, verdict.wrong) == ("FAIL", ())
+    assert verdict.whole.scaled < fault * 100
+
+
+def test_rounding_that_grows_on_the_way_is_no_fault():
+    """Differences of near neighbours, amplified: right layers, and a gap at the end far above a clean layer's floor."""
+    x = keras.Input((8,))
+    y = L.Dense(8, activation="tanh", name="first")(x)
+    for _ in range(4):
+        y = L.LayerNormalization(epsilon=1e-12)(y * 1e-3 + 1.0) * 1e3
+    model = scramble(keras.Model(x, L.Dense(3)(y)))
+    verdict = judge(model, isobatch.twin(model), batch_for(model))
+    assert (verdict.word, verdict.whole.passed) == ("PASS", True)
+    assert verdict.whole.allowed > 1e-12
+
+
 def test_a_wrong_epsilon_that_every_float32_tolerance_passes():
     """The measured example of docs/parity.md."""
     model = scramble(convnet(L.BatchNormalization(name="planted")))

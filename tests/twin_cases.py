@@ -157,15 +157,19 @@ def _positions():
     yield "crop3d", lambda: on(L.Cropping3D(((0, 1), (2, 1), (1, 1))), image(4, 5, 3, 2))
     yield "upsample1d", lambda: on(L.UpSampling1D(3), sequence())
     yield "upsample3d", lambda: on(L.UpSampling3D((2, 3, 1)), image(4, 5, 3, 2))
-    for interpolation in ("nearest", "bilinear", "bicubic"):
+    for interpolation in ("nearest", "bilinear", "bicubic", "lanczos3", "lanczos5"):
         yield (
             f"upsample2d-{interpolation}",
             lambda i=interpolation: on(L.UpSampling2D((2, 3), interpolation=i)),
         )
         yield f"resize-{interpolation}-up", lambda i=interpolation: on(L.Resizing(13, 11, interpolation=i))
-    for interpolation in ("nearest", "bilinear"):
+    for interpolation in ("nearest", "bilinear", "lanczos3"):
         yield f"resize-{interpolation}-down", lambda i=interpolation: on(L.Resizing(5, 6, interpolation=i))
-    yield "resize-bilinear-antialias", lambda: on(L.Resizing(5, 6, antialias=True))
+    for interpolation in ("bilinear", "bicubic", "lanczos3", "lanczos5"):
+        yield (
+            f"resize-{interpolation}-antialias",
+            lambda i=interpolation: on(L.Resizing(5, 6, interpolation=i, antialias=True)),
+        )
     yield "flatten", lambda: on(L.Flatten())
     yield "flatten-channels-first", lambda: on(L.Flatten(data_format="channels_first"))
     yield "reshape", lambda: on(L.Reshape((4, -1)))

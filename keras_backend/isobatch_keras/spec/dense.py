@@ -42,9 +42,6 @@ def _resizing(at: Emitter, layer: Any, x: Ref) -> Ref:
     if layer.crop_to_aspect_ratio or layer.pad_to_aspect_ratio:
         msg = f"{at.layer}: Resizing that keeps the aspect ratio"
         raise SpecError(msg)
-    if layer.interpolation.startswith("lanczos"):
-        msg = f"{at.layer}: Resizing with {layer.interpolation}"
-        raise SpecError(msg)
     return at.add(
         "resize",
         x,

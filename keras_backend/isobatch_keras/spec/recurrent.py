@@ -99,7 +99,7 @@ def _named(at: Emitter, function: Any) -> list[Any]:
 
 def _refuse_stateful(at: Emitter, layer: Any) -> None:
     if layer.stateful:
-        msg = f"{at.layer}: a stateful {type(layer).__name__}"
+        msg = f"{at.layer}: a stateful {type(layer).__name__} (return_state=True and initial_state= say the same)"
         raise SpecError(msg)
 
 

@@ -308,7 +308,8 @@ def walk(model: Any, find_rule: Callable[[Any], Rule | None]) -> tuple[Walk, Spe
     if functional is None:
         msg = (
             f"Expected a functional or sequential Keras model that is built, got {type(model).__name__} {model.name!r}. "
-            "Cure: call it once if it is sequential; a subclassed model has no graph to read."
+            "Cure: call it once if it is sequential; a subclassed model has no graph to read: give it one by "
+            "keras.Model(x, model.call(x)) with x = keras.Input(shape)."
         )
         raise ModelError(msg)
     found = Walk(find_rule)

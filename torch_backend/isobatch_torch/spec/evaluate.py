@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage]
 
-from isobatch.spec import Spec
+from isobatch.spec import Node, Spec
 from isobatch.trees import flatten, unflatten
-from isobatch_torch.spec.build import Twin, module_path
+from isobatch_torch.spec.build import Twin, module_path, spec_of
 from isobatch_torch.spec.weights import Array
 
-__all__ = ["TRAINED", "evaluate_layers", "predict"]
+__all__ = ["TRAINED", "evaluate_layers", "predict", "without_gaps"]
 
 TRAINED = " in training"
 """What a reference adds to its name when it stands for the running statistics after one step of training."""
+
+_ROUNDING = 8 * torch.finfo(torch.float64).eps
+"""Width of the random relative error: up to four units either way, as a layer's sum leaves it in another order."""
 
 
 def evaluate_layers(
@@ -68,6 +71,46 @@ def _train_step(layer: _BatchNorm, args: Any, kwargs: Any) -> list[Array]:
     trained: Any = copy.deepcopy(layer).train()
     trained(*args, **kwargs)
     return [trained.running_mean.numpy(), trained.running_var.numpy()]
+
+
+def without_gaps(gaps: Mapping[str, Array]) -> Callable[[nn.Module], nn.Module]:
+    """Return what takes the gap of each layer out of a twin, and rounds each output otherwise.
+
+    How far the twin's outputs move shows what the gaps of its layers, and their rounding, grow to on the way through the network:
+    Monte Carlo arithmetic, D. S. Parker, 1997, "Monte Carlo Arithmetic: exploiting randomness in floating-point arithmetic".
+
+    Args:
+        gaps: What is added to the layers' outputs, by reference.
+    """
+    random = torch.Generator().manual_seed(0)
+
+    def corrected(reference: str, output: torch.Tensor) -> torch.Tensor:
+        if reference not in gaps:
+            return output
+        gap = torch.from_numpy(gaps[reference])
+        gap = torch.where(gap.isfinite(), gap, 0.0)
+        noise = torch.rand(output.shape, generator=random, dtype=output.dtype) - 0.5
+        return output + gap + output * noise * _ROUNDING
+
+    def hook(nodes: Iterator[Node]) -> Callable[..., Any]:
+        def correct(_module: nn.Module, _args: Any, outputs: Any) -> Any:
+            name = next(nodes).name
+            if not isinstance(outputs, tuple):
+                return corrected(name, outputs)
+            references = [f"{name}:{number}" if number else name for number in range(len(outputs))]
+            return tuple(map(corrected, references, outputs))
+
+        return correct
+
+    def wrap(twin: nn.Module) -> nn.Module:
+        calls: dict[str, list[Node]] = {}
+        for node in spec_of(twin).nodes:  # type: ignore[union-attr] # a twin has one
+            calls.setdefault(module_path(node), []).append(node)
+        for path, nodes in calls.items():
+            twin.get_submodule(path).register_forward_hook(hook(iter(nodes)))
+        return twin
+
+    return wrap
 
 
 def predict(

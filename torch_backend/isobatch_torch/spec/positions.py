@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -260,16 +260,14 @@ class Resize(nn.Module):
 
     Args:
         size: Height and width.
-        interpolation: `"nearest"`, `"bilinear"` or `"bicubic"`.
-        antialias: Whether shrinking averages over the pixels that become one; bilinear only.
+        interpolation: `"nearest"`, `"bilinear"`, `"bicubic"`, `"lanczos3"` or `"lanczos5"`.
+        antialias: Whether shrinking averages over the pixels that become one.
     """
 
     def __init__(self, size: Sequence[int], interpolation: str, *, antialias: bool = False) -> None:
         super().__init__()
-        if interpolation not in {"nearest", "bilinear", "bicubic"} or (
-            antialias and interpolation == "bicubic"
-        ):
-            msg = f"Expected nearest, bilinear or plain bicubic interpolation, got {interpolation!r} with antialias={antialias}."
+        if interpolation not in {"nearest", "bilinear", *_KERNELS}:
+            msg = f"Expected nearest, bilinear, bicubic, lanczos3 or lanczos5 interpolation, got {interpolation!r}."
             raise SpecError(msg)
         self.size, self.interpolation, self.antialias = tuple(size), interpolation, antialias
 
@@ -279,16 +277,48 @@ class Resize(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return `(B, *size, C)`."""
-        if self.interpolation == "bicubic":
-            rows, columns = (_cubic(*sizes, like=x) for sizes in zip(x.shape[1:3], self.size, strict=True))
+        if self.interpolation in _KERNELS:
+            rows, columns = (
+                self._weights(*sizes).to(x) for sizes in zip(x.shape[1:3], self.size, strict=True)
+            )
             return torch.einsum("ih,jw,bhwc->bijc", rows, columns, x)
         mode = "nearest-exact" if self.interpolation == "nearest" else "bilinear"
         return F.interpolate(
             x.movedim(-1, 1), self.size, mode=mode, antialias=self.antialias and mode == "bilinear"
         ).movedim(1, -1)
 
+    def _weights(self, old: int, new: int) -> torch.Tensor:
+        if self.interpolation == "bicubic" and not self.antialias:
+            return _cubic(old, new)
+        radius, kernel = _KERNELS[self.interpolation]
+        return _sampled(old, new, radius, kernel, max(old / new, 1.0) if self.antialias else 1.0)
 
-def _cubic(old: int, new: int, like: torch.Tensor) -> torch.Tensor:
+
+def _sampled(
+    old: int, new: int, radius: float, kernel: Callable[[torch.Tensor], torch.Tensor], width: float
+) -> torch.Tensor:
+    """The weights `(new, old)` of TensorFlow's resampling by a kernel that is so many times as wide."""
+    center = (torch.arange(new, dtype=torch.float32) + 0.5) * (old / new)
+    distance = (torch.arange(old, dtype=torch.float32) + 0.5 - center[:, None]).abs() / width
+    weights = torch.where(distance < radius, kernel(distance), 0.0)
+    return weights / weights.sum(1, keepdim=True)
+
+
+def _lanczos(radius: float) -> tuple[float, Callable[[torch.Tensor], torch.Tensor]]:
+    return radius, lambda distance: torch.sinc(distance) * torch.sinc(distance / radius)
+
+
+def _keys(distance: torch.Tensor) -> torch.Tensor:
+    """The cubic of R. Keys, 1981, "Cubic convolution interpolation for digital image processing", with a = -0.5."""
+    near = (1.5 * distance - 2.5) * distance**2 + 1
+    far = ((-0.5 * distance + 2.5) * distance - 4) * distance + 2
+    return torch.where(distance <= 1, near, far)
+
+
+_KERNELS = {"bicubic": (2.0, _keys), "lanczos3": _lanczos(3.0), "lanczos5": _lanczos(5.0)}
+
+
+def _cubic(old: int, new: int) -> torch.Tensor:
     """The weights `(new, old)` of TensorFlow's bicubic resizing: a = -0.5, in steps of 1/1024, and none beyond the edge."""
     place = (torch.arange(new, dtype=torch.float32) + 0.5) * torch.tensor(
         old / new, dtype=torch.float32
@@ -299,12 +329,9 @@ def _cubic(old: int, new: int, like: torch.Tensor) -> torch.Tensor:
     for offset in (-1, 0, 1, 2):
         index = (floor + offset).long()
         inside = (index >= 0) & (index < old)
-        distance = (step - offset).abs()
-        near = (1.5 * distance - 2.5) * distance**2 + 1
-        far = ((-0.5 * distance + 2.5) * distance - 4) * distance + 2
-        weight = torch.where(distance <= 1, near, far)
+        weight = _keys((step - offset).abs())
         weights[torch.arange(new)[inside], index[inside]] += weight[inside]
-    return (weights / weights.sum(1, keepdim=True)).to(like)
+    return weights / weights.sum(1, keepdim=True)
 
 
 class Upsample(nn.Module):
