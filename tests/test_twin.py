@@ -14,7 +14,7 @@ from twin_cases import batch_for, scramble
 
 import isobatch
 import isobatch_torch
-from isobatch.errors import ModelError, SpecError
+from isobatch.errors import DataError, ModelError, SpecError
 from isobatch.operations import Operation, register_operation
 from isobatch.spec import Spec
 from isobatch.verdict import judge
@@ -148,6 +148,25 @@ def test_compiles_to_machine_code():
     torch.testing.assert_close(compiled(batch), twin(batch))
 
 
+def test_layers_may_be_named_as_what_a_module_has():
+    x = keras.Input((3,), name="class")
+    y = x
+    for name in ("training", "forward", "weight", "_modules", "1st layer"):
+        y = L.Dense(3, name=name)(y)
+    model = scramble(keras.Model(x, y))
+    assert judge(model, isobatch.twin(model), batch_for(model)).word == "PASS"
+
+
+def test_no_rows_give_no_rows_in_a_twin_and_no_verdict():
+    x = keras.Input((6, 4))
+    y = L.BatchNormalization()(L.MultiHeadAttention(2, 3)(x, x))
+    model = keras.Model(x, L.LSTM(3)(L.GroupNormalization(2)(L.Conv1D(4, 3)(y))))
+    twin = isobatch.twin(model)
+    assert twin(torch.zeros(0, 6, 4)).shape == (0, 3)
+    with pytest.raises(DataError, match="at least one row"):
+        judge(model, twin, np.zeros((0, 6, 4)))
+
+
 def test_a_subclassed_model_says_how_it_gets_a_graph():
     class Net(keras.Model):
         def __init__(self):
@@ -279,6 +298,9 @@ def test_weights_go_to_a_handwritten_module_and_back():
     }
     verdict = judge(model, module, images(), layout="channels_first")
     assert verdict.passed, str(verdict)
+    module.register_forward_hook(lambda _module, _args, y: y * (1 + 1e-5))  # no layer is wrong
+    off = judge(model, module, images(), layout="channels_first")
+    assert (off.word, off.wrong) == ("FAIL", ())
     other = convnet()
     scramble(other, seed=7)
     assert isobatch.copy_weights(module, other)["body.z"] == "hidden"

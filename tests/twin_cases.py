@@ -400,6 +400,10 @@ def _merging():
 
     for cls in (L.Add, L.Multiply, L.Maximum, L.Minimum, L.Average, L.Concatenate):
         yield f"merge-{cls.__name__}".lower(), lambda c=cls: merge(c())
+    for cls in (L.Add, L.Multiply, L.Maximum, L.Minimum, L.Average, L.Concatenate):
+        yield f"merge-{cls.__name__}-masked".lower(), lambda c=cls: _merged_words(c())
+    yield "merge-multiply-half-masked", lambda: masked(lambda x: L.Multiply()([x, x[:, ::-1] + 1.0, x]))
+    yield "merge-maximum-half-masked", lambda: masked(lambda x: L.Maximum()([x[:, ::-1], x, x]))
     yield "merge-subtract", lambda: merge(L.Subtract(), ((6, 5), (6, 5)))
     yield "merge-broadcast", lambda: merge(L.Multiply(), ((6, 5), (6, 1), (1, 5)))
     yield "merge-ranks", lambda: merge(L.Add(), ((6, 5), (5,)))
@@ -407,6 +411,14 @@ def _merging():
     yield "dot", lambda: merge(L.Dot(axes=(2, 1)), ((6, 5), (5, 3)))
     yield "dot-vectors", lambda: merge(L.Dot(axes=1, normalize=True), ((6,), (6,)))
     yield "dot-middle", lambda: merge(L.Dot(axes=1), ((6, 5), (6, 3)))
+
+
+def _merged_words(layer):
+    """Three sequences masked in other places, and what a later layer makes of the mask."""
+    words = [keras.Input((7,), dtype="int32", name=f"words{number}") for number in range(3)]
+    turned = [words[0], K.flip(words[1], 1), K.roll(words[2], 2, 1)]
+    merged = layer([L.Embedding(11, 4, mask_zero=True)(one) for one in turned])
+    return keras.Model(words, [merged, L.LSTM(3)(merged)])
 
 
 def _functions():
@@ -424,7 +436,14 @@ def _functions():
         "unary": lambda x: (
             K.sin(x) + K.cos(x) + K.log1p(K.abs(x)) + K.sqrt(K.square(x) + 1) + K.sign(x) + K.erf(x)
         ),
-        "rounding": lambda x: K.floor(x) + 2 * K.ceil(x),
+        "rounding": lambda x: K.floor(x) + 2 * K.ceil(x) + K.round(x * 3) + K.round(x, 1),
+        "sorted": lambda x: [K.sort(x, axis=1), K.argsort(x), *K.top_k(x, 3)],
+        "integers": lambda x: [
+            K.sum(K.cast(x > 0, "int32"), -1),
+            K.cumsum(K.cast(x, "int32"), 1),
+            K.sum(x > 0, 1),
+        ],
+        "filled": lambda x: K.logical_or(x > 0, K.zeros_like(x, dtype="bool")),
         "reductions": lambda x: [
             K.mean(x, axis=-1),
             K.sum(x, axis=(1, 2)),

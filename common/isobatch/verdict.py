@@ -15,7 +15,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from isobatch.compare import Comparison, compare
-from isobatch.errors import SpecError
+from isobatch.errors import DataError, SpecError
 from isobatch.operations import FLOOR, find_operation
 from isobatch.parallel import device_parallel, over_cpus
 from isobatch.registry import get_backend
@@ -217,6 +217,9 @@ def judge(
     Returns:
         The verdict.
 
+    Raises:
+        DataError: The batch has no rows.
+
     >>> import keras, isobatch, numpy as np
     >>> model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3), keras.layers.LayerNormalization(name="norm")])
     >>> twin = isobatch.twin(model)
@@ -227,6 +230,10 @@ def judge(
     >>> [layer.layer for layer in judge(model, twin, rows).wrong]
     ['norm']
     """
+    rows = len(flatten(batch)[0][0])
+    if not rows:
+        msg = "Expected a batch of at least one row, got none."
+        raise DataError(msg)
     keras_side, torch_side = sides = _sides()
     try:
         record = keras_side.record(keras_model, batch, factory)
@@ -257,7 +264,7 @@ def judge(
     runs = tuple(
         ParallelCheck(
             count,
-            split_sizes(len(flatten(batch)[0][0]), count),
+            split_sizes(rows, count),
             _parallel_checks(
                 sides, (in_float64, torch_module), batch, way, (own, WHOLE * floor), first=first
             ),

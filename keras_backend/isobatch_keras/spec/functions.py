@@ -101,6 +101,28 @@ def _cast(at: Emitter, op: Any, x: Ref) -> Ref:
     return at.add("cast", x, dtype=op.dtype)
 
 
+def _filled(operation: str) -> Rule:
+    """Zeros or ones of the same shape, and of another type if one is given."""
+
+    def rule(at: Emitter, op: Any, x: Ref, dtype: Any = None) -> Ref:
+        dtype = dtype or op.dtype
+        if dtype is None:
+            return at.add(operation, x)
+        return at.add(
+            "cast", at.add(operation, x, part="_filled"), dtype=keras.backend.standardize_dtype(dtype)
+        )
+
+    return rule
+
+
+def _round(at: Emitter, op: Any, x: Ref) -> Ref:
+    """The whole numbers only: TensorFlow rounds decimals by a product, and so do we."""
+    if not op.decimals:
+        return at.add("round", x)
+    scaled = at.add("multiply", x, 10.0**op.decimals, part="_scaled")
+    return at.add("divide", at.add("round", scaled, part="_whole"), 10.0**op.decimals)
+
+
 def _split(at: Emitter, op: Any, x: Ref) -> Any:
     """Sizes of the parts, and not where to cut."""
     length, cuts = x.shape[op.axis], op.indices_or_sections
@@ -177,7 +199,7 @@ _BINARY = (
 )
 _UNARY = (
     "Negative Absolute Exp Expm1 Log Log1p Log2 Log10 Sqrt Rsqrt Square Reciprocal Sign Sin Cos Tan Sinh Cosh Tanh Arcsin "
-    "Arccos Arctan Floor Ceil Erf LogicalNot Isnan Isinf Isfinite ZerosLike OnesLike StopGradient Relu Relu6 Sigmoid "
+    "Arccos Arctan Floor Ceil Erf LogicalNot Isnan Isinf Isfinite StopGradient Relu Relu6 Sigmoid "
     "SparseSigmoid Softplus Softsign SparsePlus Silu LogSigmoid HardSigmoid HardSilu Selu TanhShrink HardTanh"
 )
 _REDUCE = "Mean Sum Prod Any All Std Var Logsumexp Argmax Argmin Max Min"
@@ -236,4 +258,10 @@ RULES: dict[str, Rule] = {
     "MaxPool": _pool_max,
     "AveragePool": _pool_average,
     "Flip": _flip,
+    "Round": _round,
+    "Sort": _plain("sort", axis="axis"),
+    "Argsort": _plain("argsort", axis="axis"),
+    "TopK": lambda at, op, x: at.add_several(2, "top_k", x, k=op.k),
+    "ZerosLike": _filled("zeros_like"),
+    "OnesLike": _filled("ones_like"),
 }

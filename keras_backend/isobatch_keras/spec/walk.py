@@ -20,6 +20,9 @@ from isobatch_keras.spec.refs import Call, Ref, as_array, functional_of, input_n
 __all__ = ["Emitter", "Rule", "Walk", "walk"]
 
 
+_READS_MASKS = (keras.layers.Multiply, keras.layers.Maximum, keras.layers.Minimum)
+"""Layers that take the masks off their inputs, and not from an argument."""
+
 Rule: TypeAlias = Callable[..., "Ref | Sequence[Ref]"]
 """Called with an `Emitter`, the layer or operation, and the arguments of the call, references in place of arrays."""
 
@@ -141,6 +144,9 @@ class Walk:
         """The masks that Keras would fill in for this call, where they are not given."""
         if not isinstance(operation, keras.layers.Layer):
             return {}
+        if isinstance(operation, _READS_MASKS):
+            masks = [None if one.mask is None else self._resolve(one.mask, "") for one in args[0]]
+            return {"mask": masks} if any(masks) else {}
         names = inspect.signature(operation.call).parameters
         bound = {**dict(zip(names, args, strict=False)), **kwargs}
         arrays = {

@@ -147,7 +147,7 @@ def _projection(shapes: Mapping[str, Sequence[int]], name: str) -> nn.Linear:
 
 
 def _split(x: torch.Tensor, heads: int) -> torch.Tensor:
-    return x.reshape(*x.shape[:-1], heads, -1).transpose(1, 2)
+    return x.reshape(*x.shape[:-1], heads, x.shape[-1] // heads).transpose(1, 2)
 
 
 def _masked(scores: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:

@@ -221,8 +221,12 @@ def module_path(node: Node) -> str:
     return ".".join(map(_free, (node.module or node.name).split(".")))
 
 
+_TAKEN = frozenset(dir(fx.GraphModule(nn.Module(), fx.Graph())))
+"""Names that every module of ours has for something else."""
+
+
 def _free(name: str) -> str:
-    return f"{name}_" if iskeyword(name) or hasattr(fx.GraphModule, name) else name
+    return f"{name}_" if iskeyword(name) or name in _TAKEN else name
 
 
 def _description(module: nn.Module) -> Description:

@@ -190,6 +190,25 @@ def _reduction(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Ten
     return reduce
 
 
+def _summed(x: torch.Tensor) -> torch.dtype:
+    """Keras sums small integers in int32 and keeps the others' type; torch makes all of them int64."""
+    return torch.int32 if x.dtype in {torch.bool, torch.int8, torch.int16} else x.dtype
+
+
+def _cumulative(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    def accumulate(x: torch.Tensor, axis: int | None) -> torch.Tensor:
+        x, axis = (x.flatten(), 0) if axis is None else (x, axis)
+        return function(x, axis, dtype=torch.int32 if x.dtype == torch.bool else x.dtype)
+
+    return accumulate
+
+
+def _top_k(x: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of equal elements the first one comes first, which `torch.topk` does not promise."""
+    values, indices = x.sort(dim=-1, descending=True, stable=True)
+    return values[..., :k], indices[..., :k].int()
+
+
 def _one_by_one(function: Callable[..., Any]) -> Callable[..., torch.Tensor]:
     """A reduction that torch has for one axis only."""
 
@@ -338,19 +357,22 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "count_hot": lambda x, classes, float_type: _hot(x, classes, float_type).sum(-2),
     "where": _where,
     "mean": _reduction(lambda x, axes, keep: _floats(x).mean(axes, keepdim=keep)),
-    "sum": _reduction(lambda x, axes, keep: x.sum(axes, keepdim=keep)),
+    "sum": _reduction(lambda x, axes, keep: x.sum(axes, keepdim=keep, dtype=_summed(x))),
     "max": _reduction(lambda x, axes, keep: x.amax(axes, keepdim=keep)),
     "min": _reduction(lambda x, axes, keep: x.amin(axes, keepdim=keep)),
     "std": _reduction(lambda x, axes, keep: _floats(x).std(axes, correction=0, keepdim=keep)),
     "var": _reduction(lambda x, axes, keep: _floats(x).var(axes, correction=0, keepdim=keep)),
     "logsumexp": _reduction(lambda x, axes, keep: x.logsumexp(axes, keepdim=keep)),
-    "prod": _one_by_one(torch.prod),
+    "prod": _one_by_one(lambda x, axis, keepdim: x.prod(axis, keepdim=keepdim, dtype=_summed(x))),
     "any": _one_by_one(torch.any),
     "all": _one_by_one(torch.all),
     "argmax": _index_of(torch.argmax),
     "argmin": _index_of(torch.argmin),
-    "cumsum": lambda x, axis: x.cumsum(0 if axis is None else axis),
-    "cumprod": lambda x, axis: x.cumprod(0 if axis is None else axis),
+    "cumsum": _cumulative(torch.cumsum),
+    "cumprod": _cumulative(torch.cumprod),
+    "sort": lambda x, axis: x.sort(axis).values,
+    "argsort": lambda x, axis: x.argsort(dim=axis, stable=True).int(),
+    "top_k": _top_k,
     "zeros_like": torch.zeros_like,
     "ones_like": torch.ones_like,
     "stop_gradient": lambda x: x.detach(),
