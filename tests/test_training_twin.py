@@ -273,3 +273,98 @@ def test_all_that_has_no_words_is_listed_at_once():
         isobatch.training_twin(masked)
     with pytest.raises(ModelError, match="not\\. Cure: model\\.compile"):
         isobatch.training_twin(network())
+
+
+def words():
+    """Embedding, GRU with its two biases, batch statistics."""
+    keras.utils.set_random_seed(0)
+    return keras.Sequential(
+        [
+            keras.Input((6,), dtype="int32"),
+            L.Embedding(9, 4),
+            L.GRU(5),
+            L.BatchNormalization(),
+            L.Dense(3, name="out"),
+        ]
+    )
+
+
+ROWS = RNG.integers(0, 9, (11, 6))
+STATES = {
+    "adam": lambda: optimizers.Adam(schedules.ExponentialDecay(0.05, 3, 0.5), amsgrad=True),
+    "nadam": lambda: optimizers.Nadam(0.05),
+    "sgd": lambda: optimizers.SGD(0.1, momentum=0.9, use_ema=True, gradient_accumulation_steps=2),
+    "ftrl": lambda: optimizers.Ftrl(0.1),
+}
+
+
+@pytest.mark.parametrize(
+    "name", ["adam", *(pytest.param(name, marks=pytest.mark.slow) for name in STATES if name != "adam")]
+)
+def test_training_goes_on_in_the_other_framework_and_comes_back(name, tmp_path):
+    whole, first, last = words(), words(), words()
+    for model in (whole, first, last):
+        model.compile(STATES[name](), "mse")
+    targets = RNG.random((11, 3))
+
+    def steps(side, count, start=0):
+        for step in range(start, start + count):
+            side.train_on_batch(ROWS[step % 3 :], targets[step % 3 :])
+
+    steps(whole, 9)
+    steps(first, 3)
+    training = isobatch.training_twin(first)  # Keras, then torch, then Keras again
+    steps(training, 3, 3)
+    isobatch.TrainingState.of(training).save(tmp_path / "state.safetensors")
+    state = isobatch.TrainingState.load(tmp_path / "state.safetensors")
+    state.put_into(last)
+    steps(last, 3, 6)
+    found, wanted = (isobatch.TrainingState.of(model) for model in (last, whole))
+    assert found.iterations == wanted.iterations == 9
+    assert found.slots.keys() == wanted.slots.keys() != set()
+    for ours, theirs in [
+        (found.weights, wanted.weights),
+        *((found.slots[s], wanted.slots[s]) for s in wanted.slots),
+    ]:
+        assert len(ours) == len(theirs)
+        for (key, array), one in zip(
+            theirs.items(), ours.values(), strict=True
+        ):  # both in the network's order
+            assert np.abs(one - array).max() <= GAP * max(1.0, np.abs(array).max()), key
+    isobatch.TrainingState.of(whole).put_into(training)  # and into a twin that was elsewhere
+    steps(training, 2, 9)
+    steps(whole, 2, 9)
+    pairs = zip(*(isobatch.TrainingState.of(one).weights.values() for one in (training, whole)), strict=True)
+    assert all(np.abs(a - b).max() < GAP for a, b in pairs)
+
+
+def test_states_of_other_trainings_and_broken_files_change_nothing(tmp_path):
+    model, other = words(), network()
+    model.compile("adam", "mse")
+    other.compile("adam", "mse")
+    model.train_on_batch(ROWS, RNG.random((11, 3)))
+    state = isobatch.TrainingState.of(model)
+    path = tmp_path / "state.safetensors"
+    state.save(path)
+    before = [variable.numpy() for variable in other.variables]
+    with pytest.raises(SpecError, match=r"embedding.*expected none"):
+        state.put_into(other)
+    again = words()
+    again.compile("sgd", "mse")
+    with pytest.raises(SpecError, match=r"optimizer 'adam', expected 'sgd'"):
+        state.put_into(again)
+    assert all(np.array_equal(a, b.numpy()) for a, b in zip(before, other.variables, strict=True))
+    whole = path.read_bytes()
+    for cut in (0, 7, 100, len(whole) - 1):
+        path.write_bytes(whole[:cut])
+        with pytest.raises(SpecError, match=r"state\.safetensors"):
+            isobatch.TrainingState.load(path)
+    from safetensors.numpy import save_file
+
+    save_file({"x": np.ones(1)}, path)
+    with pytest.raises(SpecError, match="another file"):
+        isobatch.TrainingState.load(path)
+    with pytest.raises(FileNotFoundError):
+        isobatch.TrainingState.load(tmp_path / "absent")
+    with pytest.raises(ModelError, match=r"compiled keras\.Model"):
+        isobatch.TrainingState.of(network())

@@ -20,6 +20,7 @@ from isobatch.parallel import data_parallel, device_parallel, load, virtual_devi
 from isobatch.placement import Placement
 from isobatch.registry import available_backends, get_backend
 from isobatch.rows import split_sizes
+from isobatch.training_state import TrainingState
 from isobatch.trees import Broadcast, Rows
 from isobatch.twins import copy_weights, training_twin, twin
 
@@ -47,6 +48,7 @@ __all__ = [
     "Shard",
     "SpecError",
     "StructureError",
+    "TrainingState",
     "available_backends",
     "cluster",
     "copy_weights",

@@ -70,15 +70,9 @@ def training_twin(model: Any, *, repeated_rows: Literal["keras", "summed"] = "ke
     torch_side = importlib.import_module("isobatch_torch.training")
     recipe = keras_side.to_recipe(model)
     module = twin(keras_side.template_of(model))
-    iterations, once = keras_side.iterations(model)
-    return torch_side.from_recipe(
-        recipe,
-        module,
-        slots=keras_side.read_slots(model),
-        iterations=iterations,
-        once=once,
-        repeated_rows=repeated_rows,
-    )
+    training = torch_side.from_recipe(recipe, module, repeated_rows=repeated_rows)
+    torch_side.write_state(training, keras_side.read_state(model))
+    return training
 
 
 def copy_weights(source: Any, target: Any) -> dict[str, str]:

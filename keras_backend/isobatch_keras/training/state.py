@@ -1,14 +1,17 @@
-"""What a Keras optimizer has kept for each weight."""
+"""How far a Keras model's training has come, read and written."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
+import keras
 import numpy as np
 
+from isobatch.training_state import TrainingState
 from isobatch_keras.training.recipe import variables_of
 
-__all__ = ["iterations", "read_slots"]
+__all__ = ["read_state", "write_state"]
 
 _LISTS = {
     "SGD": {"momentum": "momentums"},
@@ -34,38 +37,60 @@ _LISTS = {
 _SHARED = {"average": "_model_variables_moving_average", "gradient_accumulator": "_accumulated_gradients"}
 
 
-def iterations(model: Any) -> tuple[int, dict[str, float]]:
-    """Return how many batches an optimizer has seen, and what it keeps once for all weights.
+def read_state(model: Any) -> TrainingState:
+    """Return how far a model's training has come.
 
     Args:
-        model: A compiled model.
+        model: A compiled model; one whose optimizer has not started has no slots.
     """
     optimizer = _inner(model)
     product = getattr(optimizer, "_u_product", None)  # of Nadam
-    once = {} if product is None else {"u_product": float(product.numpy())}
-    return int(optimizer._iterations.numpy()), once  # noqa: SLF001 - the public one counts updates
+    once = {} if product is None or not optimizer.built else {"u_product": float(product.numpy())}
+    variables = variables_of(model)
+    return TrainingState(
+        {key: np.asarray(variable.numpy()) for key, variable in variables.items()},
+        _slots(optimizer, variables, lambda kept: np.asarray(kept.numpy())),
+        int(optimizer._iterations.numpy()),  # noqa: SLF001 - the public one counts updates
+        once,
+        type(optimizer).__name__.lower(),
+    )
 
 
-def read_slots(model: Any) -> dict[str, dict[str, np.ndarray[Any, Any]]]:
-    """Return what an optimizer keeps for each weight: by slot, by the weight's key in the spec.
+def write_state(model: Any, state: TrainingState) -> None:
+    """Let a model's training go on from a state.
 
     Args:
-        model: A compiled model.
-
-    Returns:
-        Arrays of the weights' shapes; nothing for an optimizer that has not started.
+        model: A compiled model of the same weights and optimizer.
+        state: Where to go on.
     """
+    variables = variables_of(model)
+    for key, variable in variables.items():
+        variable.assign(state.weights[key])
     optimizer = _inner(model)
+    if state.slots and not optimizer.built:
+        model.optimizer.build(model.trainable_variables)
+    for slot, kept in _slots(optimizer, variables, lambda variable: variable).items():
+        for key, variable in kept.items():
+            if key in state.slots.get(slot, {}):
+                variable.assign(state.slots[slot][key])
+    if "u_product" in state.once:
+        optimizer._u_product.assign(state.once["u_product"])  # noqa: SLF001
+    optimizer._iterations.assign(state.iterations)  # noqa: SLF001
+
+
+def _slots(
+    optimizer: Any, variables: Mapping[str, keras.Variable], read: Callable[[Any], Any]
+) -> dict[str, dict[str, Any]]:
+    """Return what an optimizer keeps for each weight, by slot and key; nothing for one that has not started."""
+    found: dict[str, dict[str, Any]] = {}
     if not optimizer.built:
-        return {}
-    names = {**_LISTS[type(optimizer).__name__], **_SHARED}
-    found: dict[str, dict[str, np.ndarray[Any, Any]]] = {}
-    for slot, attribute in names.items():
+        return found
+    for slot, attribute in {**_LISTS[type(optimizer).__name__], **_SHARED}.items():
         kept = getattr(optimizer, attribute, None) or []
-        for key, variable in variables_of(model).items():
+        for key, variable in variables.items():
             place = optimizer._trainable_variables_indices.get(optimizer._var_key(variable))  # noqa: SLF001
             if place is not None and place < len(kept):
-                found.setdefault(slot, {})[key] = kept[place].numpy()
+                found.setdefault(slot, {})[key] = read(kept[place])
     return found
 
 

@@ -14,7 +14,7 @@ from isobatch_torch.training.optimizers import (
     RMSprop,
 )
 from isobatch_torch.training.schedules import KerasSchedule
-from isobatch_torch.training.twin import TrainingTwin, from_recipe
+from isobatch_torch.training.twin import TrainingTwin, from_recipe, read_state, write_state
 
 __all__ = [
     "SGD",
@@ -31,4 +31,6 @@ __all__ = [
     "RMSprop",
     "TrainingTwin",
     "from_recipe",
+    "read_state",
+    "write_state",
 ]

@@ -83,6 +83,9 @@ class KerasOptimizer(torch.optim.Optimizer):
     own: ClassVar[dict[str, Any]] = {}
     """The optimizer's own settings, with Keras's values where nothing is said."""
 
+    once: ClassVar[tuple[str, ...]] = ()
+    """Names of settings that are kept once for all parameters and change."""
+
     def __init__(
         self,
         params: Any,

@@ -166,6 +166,7 @@ class Nadam(KerasOptimizer):
 
     slots: ClassVar = ("momentum", "velocity")
     own: ClassVar = {"beta_1": 0.9, "beta_2": 0.999, "epsilon": 1e-7, "u_product": 1.0}
+    once: ClassVar = ("u_product",)
 
     def before_update(self, moments: Iterable[Moment]) -> None:
         """Move the product of the momentum schedule on."""

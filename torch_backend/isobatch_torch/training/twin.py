@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,15 +13,16 @@ from torch import nn
 from isobatch.errors import SpecError
 from isobatch.recipe import Part, Recipe
 from isobatch.spec import references
+from isobatch.training_state import TrainingState
 from isobatch.trees import flatten
-from isobatch_torch.spec.build import Twin, module_path, parts_of, to_torch
+from isobatch_torch.spec.build import Twin, load_tensors, module_path, parts_of, to_tensors, to_torch
 from isobatch_torch.training.losses import TotalLoss, keep_logits
 from isobatch_torch.training.metrics import KerasMetric, build_metric
 from isobatch_torch.training.optimizer import KerasOptimizer, RepeatedRows
 from isobatch_torch.training.optimizers import optimizer_class
 from isobatch_torch.training.schedules import KerasSchedule
 
-__all__ = ["TrainingTwin", "from_recipe"]
+__all__ = ["TrainingTwin", "from_recipe", "read_state", "write_state"]
 
 
 class TrainingTwin:
@@ -44,6 +46,12 @@ class TrainingTwin:
     ) -> None:
         self.module, self.optimizer, self.loss, self.schedule = module, optimizer, loss, schedule
         self._metrics = dict(metrics)
+
+    @property
+    def network(self) -> Twin:
+        """The twin itself, inside of a wrapper that makes it parallel."""
+        found: Any = self.module
+        return found if isinstance(found, Twin) else found.module
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -110,23 +118,12 @@ class TrainingTwin:
         return found
 
 
-def from_recipe(
-    recipe: Recipe,
-    module: Twin,
-    *,
-    slots: Mapping[str, Mapping[str, np.ndarray[Any, Any]]],
-    iterations: int,
-    once: Mapping[str, float],
-    repeated_rows: RepeatedRows = "keras",
-) -> TrainingTwin:
-    """Return what trains a twin as a recipe says.
+def from_recipe(recipe: Recipe, module: Twin, *, repeated_rows: RepeatedRows = "keras") -> TrainingTwin:
+    """Return what trains a twin as a recipe says, from the beginning.
 
     Args:
         recipe: The recipe.
         module: The twin; it is put into training mode and the recipe's precision, and trains what the recipe does not freeze.
-        slots: What the optimizer has kept for each weight so far, by slot and key; empty at the start.
-        iterations: How many batches it has seen.
-        once: What it keeps once for all weights.
         repeated_rows: What a row of an embedding counts for that is looked up several times in a batch; see `KerasOptimizer`.
 
     Raises:
@@ -139,20 +136,9 @@ def from_recipe(
     module.to(dtype)
     parts = parts_of(module)
     optimizer = _optimizer(recipe, module, parts, repeated_rows)
-    optimizer.iterations = iterations
-    optimizer.prepare()
-    for group in optimizer.param_groups:
-        group.update(once)
-    for slot, arrays in slots.items():
-        rest = {key: arrays.get(key, np.zeros(module.description.shapes[key])) for key in parts}
-        for tensor, values in to_torch(module, rest):
-            if slot in optimizer.state.get(tensor, {}):
-                optimizer.state[tensor][slot].copy_(values)
     schedule = (
         KerasSchedule(optimizer, recipe.learning_rate) if isinstance(recipe.learning_rate, Part) else None
     )
-    if schedule is not None:
-        schedule.seek(iterations)
     penalties = [
         (p, factors)
         for key, factors in recipe.penalties.items()
@@ -167,6 +153,56 @@ def from_recipe(
         {one.name: (one.output, one.weighted, build_metric(one, dtype)) for one in recipe.metrics},
         schedule,
     )
+
+
+def read_state(training: TrainingTwin) -> TrainingState:
+    """Return how far a twin's training has come.
+
+    Args:
+        training: What trains it.
+    """
+    module, optimizer = training.network, training.optimizer
+    kept = {slot for state in optimizer.state.values() for slot in state}
+    trained = {
+        key for key, parts in parts_of(module).items() if any(part in optimizer.state for part in parts)
+    }
+    slots: dict[str, dict[str, np.ndarray[Any, Any]]] = {}
+    for slot in sorted(kept):
+        found = to_tensors(module, partial(_kept, optimizer, slot))
+        slots[slot] = {key: array for key, array in found.items() if key in trained}
+    group = optimizer.param_groups[0]
+    once = {name: float(group[name]) for name in optimizer.once if optimizer.state}
+    name = type(optimizer).__name__.lower()
+    return TrainingState(to_tensors(module), slots, optimizer.iterations, once, name)
+
+
+def _kept(optimizer: KerasOptimizer, slot: str, part: torch.Tensor) -> torch.Tensor:
+    """What an optimizer keeps for a tensor; the tensor itself where it keeps nothing."""
+    found: torch.Tensor = optimizer.state.get(part, {}).get(slot, part.detach())
+    return found
+
+
+def write_state(training: TrainingTwin, state: TrainingState) -> None:
+    """Let a twin's training go on from a state.
+
+    Args:
+        training: What trains it.
+        state: Where to go on.
+    """
+    module, optimizer = training.network, training.optimizer
+    load_tensors(module, state.weights)
+    optimizer.iterations = state.iterations
+    optimizer.prepare()
+    for group in optimizer.param_groups:
+        group.update(state.once)
+    keys = parts_of(module)
+    for slot, arrays in state.slots.items():
+        rest = {key: arrays.get(key, np.zeros(module.description.shapes[key])) for key in keys}
+        for tensor, values in to_torch(module, rest):
+            if slot in optimizer.state.get(tensor, {}):
+                optimizer.state[tensor][slot].copy_(values)
+    if training.schedule is not None:
+        training.schedule.seek(state.iterations)
 
 
 def _optimizer(
