@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -97,9 +97,12 @@ class Trajectory:
         gaps = ", ".join(f"{part} {gap:.1e}" for part, gap in self.gaps.items())
         names = f"{self.sides[0]} and {self.sides[1]}"
         if self.passed:
-            return f"PASS: {names} agree over {self.steps} steps in float64 ({gaps}; {self.allowed:.0e} allowed)"
-        others = f", and {len(self.partings) - 1} more tensors there" if len(self.partings) > 1 else ""
-        return f"FAIL: {names} part at {self.partings[0]}{others}"
+            return (
+                f"PASS: {names} agree over {self.steps} steps in float64 ({gaps}; {self.allowed:.0e} allowed)"
+            )
+        first, *rest = self.partings
+        others = f", and {len(rest)} more tensors there" if rest else ""
+        return f"FAIL: {names} part at {first}{others}"
 
 
 def follow(
@@ -124,7 +127,7 @@ def follow(
     """
     gaps: dict[str, float] = {}
     partings: tuple[Parting, ...] = ()
-    losses: tuple[list[float], list[float]] = ([], [])
+    losses: tuple[list[float], list[float]] = [], []
     count = 0
     with ExitStack() as stack:
         counts = [None if dropout_seed is None else Counted(dropout_seed) for _ in range(2)]
@@ -140,7 +143,9 @@ def follow(
             losses[1].append(theirs.loss)
             for part, checks in _checks(ours, theirs, allowed):
                 gaps[part] = max([gaps.get(part, 0.0), *(check.scaled for check in checks)])
-                wrong = sorted((check for check in checks if not check.passed), key=lambda check: -check.scaled)
+                wrong = sorted(
+                    (check for check in checks if not check.passed), key=lambda check: -check.scaled
+                )
                 partings = partings or tuple(Parting(count, part, check) for check in wrong)
     return Trajectory((a.name, b.name), allowed, count, gaps, partings, losses)
 
@@ -172,8 +177,3 @@ def _each(a: Arrays, b: Arrays, allowed: float, scale: float | None) -> list[Com
 
 def _named(name: str, a: Any, b: Any, allowed: float) -> Comparison:
     return replace(compare(a, b, allowed), path=name)
-
-
-@contextmanager
-def _nothing() -> Iterator[None]:
-    yield

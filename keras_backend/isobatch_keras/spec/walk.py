@@ -75,6 +75,10 @@ class Walk:
             self._parts[module, part] = self.fresh(module + part)
         return self._parts[module, part]
 
+    def module_of(self, operation: Any) -> str:
+        """Return the path that a layer has as a module, the same for all its calls."""
+        return self._modules[id(operation)][0]
+
     def invoke(self, operation: Any, path: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Ref]:
         """Write the nodes of one call, references in place of arrays; return its outputs, flat."""
         functional = functional_of(operation)

@@ -14,6 +14,7 @@ from isobatch_torch.training.optimizers import (
     RMSprop,
 )
 from isobatch_torch.training.schedules import KerasSchedule
+from isobatch_torch.training.side import TorchSide
 from isobatch_torch.training.twin import TrainingTwin, from_recipe, read_state, write_state
 
 __all__ = [
@@ -29,6 +30,7 @@ __all__ = [
     "Lion",
     "Nadam",
     "RMSprop",
+    "TorchSide",
     "TrainingTwin",
     "from_recipe",
     "read_state",

@@ -4,14 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from operator import itemgetter
 from typing import Any, ClassVar, Literal, TypeAlias, overload
 
 import numpy as np
 import torch
+from torch import nn
+
+from isobatch.backend import current_replica
 
 __all__ = ["Gradient", "Group", "KerasOptimizer", "Moment", "RepeatedRows", "rounded"]
 
 RepeatedRows: TypeAlias = Literal["keras", "summed"]
+_Lookup: TypeAlias = tuple[int, torch.Tensor, torch.Tensor]
+"""The rank of a replica, gradients `(n, ...)`, and the rows `(n,)` they are for."""
 Group: TypeAlias = "dict[str, Any]"
 
 
@@ -67,9 +74,9 @@ class KerasOptimizer(torch.optim.Optimizer):
         ema_overwrite_frequency: Every how many steps the weights are replaced by it.
         gradient_accumulation_steps: How many batches make one update, by the mean of their gradients.
         loss_scale_factor: What gradients are divided by, for a loss that was multiplied by it.
-        repeated_rows: What a row of an embedding counts for that was looked up several times, where its layer gives sparse
-            gradients: `"keras"` as Keras has it on TensorFlow, the sum of squares; `"summed"` the square of the sum, which is
-            what the gradient's definition gives and what Keras has on torch.
+        repeated_rows: What a row of an embedding counts for that was looked up several times, where its layer is watched:
+            `"keras"` as Keras has it on TensorFlow, the sum of squares; `"summed"` the square of the sum, which is what the
+            gradient's definition gives and what Keras has on torch.
         together: Sets of parameters that are one variable in Keras, for `clipnorm`.
         settings: The optimizer's own.
 
@@ -132,6 +139,7 @@ class KerasOptimizer(torch.optim.Optimizer):
             "iterations": 0,
         }
         self._together = [tuple(one) for one in together]
+        self._lookups: dict[torch.Tensor, list[_Lookup]] = {}
         super().__init__(params, {**shared, **self.own, **settings})
 
     @property
@@ -160,7 +168,7 @@ class KerasOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         found = {
-            p: self._read(p.grad, group)
+            p: self._read(p, p.grad, group)
             for group in self.param_groups
             for p in group["params"]
             if p.grad is not None
@@ -169,12 +177,40 @@ class KerasOptimizer(torch.optim.Optimizer):
             self._apply(found)
             if self.param_groups[0]["use_ema"]:
                 self._average()
+        self._lookups.clear()
         self.iterations += 1
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: FBT001, FBT002 - torch's signature
         """Forget the gradients."""
         super().zero_grad(set_to_none)
+        self._lookups.clear()
+
+    def watch(self, embedding: nn.Embedding) -> None:
+        """Take the gradient of an embedding by rows, a value for each time a row was looked up.
+
+        Sparse gradients would not do: torch 2.13 merges some equal rows when it adds those of several replicas.
+
+        Args:
+            embedding: Its own gradient stays as it is.
+        """
+        embedding.register_forward_hook(partial(self._look_up, embedding.weight))
+
+    def _look_up(
+        self, weight: torch.Tensor, _: Any, args: tuple[torch.Tensor, ...], output: torch.Tensor
+    ) -> None:
+        if not output.requires_grad:
+            return
+        shard = current_replica()
+        rows, rank = args[0].detach().reshape(-1).long(), 0 if shard is None else shard.rank
+
+        def note(gradient: torch.Tensor) -> None:
+            values = gradient.reshape(len(rows), -1)
+            self._lookups.setdefault(weight, []).append(
+                (rank, values.to(weight.device), rows.to(weight.device))
+            )
+
+        output.register_hook(note)  # type: ignore[no-untyped-call]
 
     def use_averages(self) -> None:
         """Replace the weights by their moving averages, as Keras does when `fit` ends; without averages nothing happens."""
@@ -221,8 +257,11 @@ class KerasOptimizer(torch.optim.Optimizer):
         """
         raise NotImplementedError
 
-    def _read(self, gradient: torch.Tensor, group: Group) -> Gradient:
+    def _read(self, p: torch.Tensor, gradient: torch.Tensor, group: Group) -> Gradient:
         found = Gradient.of(gradient)
+        if lookups := sorted(self._lookups.get(p, ()), key=itemgetter(0)):
+            values, rows = [one[1] for one in lookups], [one[2] for one in lookups]
+            found = Gradient(torch.cat(values), torch.cat(rows), p.shape)
         if group["repeated_rows"] == "summed":
             found = found.summed()
         scale = group["loss_scale_factor"]

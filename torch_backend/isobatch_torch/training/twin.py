@@ -209,11 +209,6 @@ def _optimizer(
     recipe: Recipe, module: Twin, parts: Mapping[str, Sequence[torch.Tensor]], repeated_rows: RepeatedRows
 ) -> KerasOptimizer:
     """The optimizer of what Keras trains: a torch LSTM has a second bias, which stays zero."""
-    for child in module.modules():
-        if isinstance(child, nn.Embedding):
-            child.sparse = (
-                repeated_rows == "keras"
-            )  # the gradient keeps apart what each time a row was looked up gave
     trained = {
         key: [one for one in found if isinstance(one, nn.Parameter)]
         for key, found in parts.items()
@@ -233,13 +228,18 @@ def _optimizer(
         for exempt in (False, True)
     ]
     rate = recipe.learning_rate
-    return optimizer_class(recipe.optimizer.name)(
+    optimizer: KerasOptimizer = optimizer_class(recipe.optimizer.name)(
         [group for group in groups if group["params"]],
         0.0 if isinstance(rate, Part) else rate,
         together=[found for found in trained.values() if len(found) > 1],
         repeated_rows=repeated_rows,
         **settings,
     )
+    if repeated_rows == "keras":
+        for child in module.modules():
+            if isinstance(child, nn.Embedding):
+                optimizer.watch(child)
+    return optimizer
 
 
 def _training(module: Twin, recipe: Recipe, parts: Mapping[str, Sequence[torch.Tensor]]) -> Twin:
