@@ -118,6 +118,13 @@ def parity(  # noqa: PLR0917 - typer calls it by name
             help="A JSON file of parts and their devices, with which a MODEL is run too, beside the replicas."
         ),
     ] = None,
+    train: Annotated[  # noqa: FBT002 - a flag of the command line
+        bool,
+        typer.Option(
+            "--train", help="Without a MODEL: train the digits in both frameworks side by side, step by step."
+        ),
+    ] = False,
+    epochs: Annotated[int, typer.Option(help="How often --train sees the data.", min=1)] = 8,
     rows: Annotated[int, typer.Option(help="Rows that a MODEL is run on.", min=1)] = 7,
     size: _Size = None,
 ) -> int:
@@ -126,6 +133,8 @@ def parity(  # noqa: PLR0917 - typer calls it by name
     Without a MODEL: train a network in Keras over replicas, carry it to torch, and compare both, alone and parallel, on the same rows.
     """
     _check_outputs(json_file, html_file)
+    if train:
+        return _train_parity(model, replicas or "1,4", data, epochs, seed, (json_file, html_file))
     if model is not None:
         from isobatch.model_parity import run_model
 
@@ -153,6 +162,31 @@ def parity(  # noqa: PLR0917 - typer calls it by name
         msg = "Expected a MODEL with --html, --torch, --torch-weights, --placement and --size."
         raise _WrongUseError(msg)
     return _digits_parity("1,2,3,4" if replicas is None else replicas, batch_sizes, data, seed, json_file)
+
+
+def _train_parity(  # noqa: PLR0917 - one call
+    model: str | None,
+    replicas: str,
+    data: Path | None,
+    epochs: int,
+    seed: int,
+    files: tuple[Path | None, Path | None],
+) -> int:
+    from isobatch.digits import load_digits, load_images
+    from isobatch.report import progress_bar
+    from isobatch.train_parity import render_training, run_training
+
+    if model is not None:
+        msg = f"Expected --train without a MODEL, got {model!r}; for a model of your own: isobatch.testing.assert_training_parity."
+        raise _WrongUseError(msg)
+    counts = _numbers(replicas, "--replicas")
+    images = load_digits(seed) if data is None else load_images(data, seed)
+    with progress_bar() as progress:
+        _start("torch", "keras")
+        report = run_training(images, counts, epochs=epochs, seed=seed, progress=progress)
+    sys.stdout.write(f"{report}\n")
+    _write(report, *files, render_training)
+    return 0 if report.passed else 1
 
 
 def _model_parity(

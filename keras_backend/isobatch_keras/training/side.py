@@ -12,11 +12,12 @@ import numpy as np
 
 from isobatch.counted import Counted
 from isobatch.trajectory import Step
+from isobatch_keras.reference import digits_network
 from isobatch_keras.spec.rules import find_rule
 from isobatch_keras.spec.walk import walk
 from isobatch_keras.training.recipe import template_of, variables_of
 
-__all__ = ["KerasSide"]
+__all__ = ["KerasSide", "compiled_digits", "predict"]
 
 
 class KerasSide:
@@ -84,6 +85,26 @@ class KerasSide:
         finally:
             for layer in dropouts:
                 del layer.__dict__["call"]
+
+
+def compiled_digits(shape: tuple[int, int, int], classes: int, seed: int) -> keras.Model:
+    """Return the digits network in float64, compiled with Adam.
+
+    Args:
+        shape: Height, width and channels of an image.
+        classes: Number of classes.
+        seed: Of its weights.
+    """
+    keras.utils.set_random_seed(seed)
+    model = digits_network(shape, classes, "float64")
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True, dtype="float64")
+    model.compile(keras.optimizers.Adam(2e-3), loss)
+    return model
+
+
+def predict(model: keras.Model, x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Return a model's output in inference."""
+    return np.asarray(model.predict_on_batch(x))
 
 
 def _drop(layer: Any, name: str, counted: Counted, inputs: Any, training: bool = False) -> Any:  # noqa: FBT001, FBT002 - Keras's signature

@@ -14,7 +14,7 @@ from isobatch_torch.training.optimizers import (
     RMSprop,
 )
 from isobatch_torch.training.schedules import KerasSchedule
-from isobatch_torch.training.side import TorchSide
+from isobatch_torch.training.side import TorchSide, predict
 from isobatch_torch.training.twin import TrainingTwin, from_recipe, read_state, write_state
 
 __all__ = [
@@ -33,6 +33,7 @@ __all__ = [
     "TorchSide",
     "TrainingTwin",
     "from_recipe",
+    "predict",
     "read_state",
     "write_state",
 ]

@@ -16,7 +16,7 @@ from isobatch.trajectory import Step
 from isobatch_torch.spec.build import module_path, parts_of, to_tensors
 from isobatch_torch.training.twin import TrainingTwin
 
-__all__ = ["TorchSide"]
+__all__ = ["TorchSide", "predict"]
 
 
 class TorchSide:
@@ -74,6 +74,13 @@ class TorchSide:
         finally:
             for handle in handles:
                 handle.remove()
+
+
+@torch.no_grad()
+def predict(module: nn.Module, x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Return a module's output in evaluation mode."""
+    found: torch.Tensor = module.eval()(torch.from_numpy(x))
+    return found.numpy()
 
 
 def _drop(
