@@ -17,8 +17,9 @@ OWN = [[8] * 5, [5] * 3]  # rows of each step's batch in either of two processes
 class Network(nn.Module):
     """With a BatchNorm that is called twice, running state of its own, and a loss among its outputs."""
 
-    def __init__(self, norm):
+    def __init__(self, norm, summed):
         super().__init__()
+        self.summed = summed
         self.hidden, self.out = nn.Linear(4, 5), nn.Linear(5, 4)
         self.norm = nn.BatchNorm1d(5) if norm else nn.Identity()
         self.register_buffer("level", torch.zeros(5))
@@ -29,21 +30,28 @@ class Network(nn.Module):
             self.level = 0.9 * self.level + 0.1 * x.detach().mean(0)
         x = self.norm(torch.tanh(self.norm(torch.stack([x, x.square()], 2)))).mean(2)
         out = self.out(x)
-        return out, out.square().mean()
+        return out, out.square().sum() if self.summed else out.square().mean()
 
 
 class Run:
     """A parallel network, and the losses of its steps."""
 
-    def __init__(self, cluster, *, norm=False):
+    def __init__(self, cluster, *, norm=False, summed=False):
         torch.manual_seed(cluster.rank)  # rank 0's weights are everybody's
         self.cluster = cluster
-        self.parallel = isobatch.data_parallel(Network(norm), devices=cluster)
+        how = "sum" if summed else "mean"
+        self.parallel = isobatch.data_parallel(Network(norm, summed), devices=cluster, scalars=how)
         self.optimizer = torch.optim.Adam(self.parallel.parameters(), lr=0.05)
+        self.summed = summed
         self.losses = []
 
     def backward(self, x, y):
         out, penalty = self.parallel(torch.as_tensor(x))
+        if self.summed:
+            loss = nn.functional.mse_loss(out, torch.as_tensor(y), reduction="sum")
+            (loss + 0.1 * penalty).backward()
+            self.losses.append(self.cluster.mean(loss / max(len(x), 1), len(x)))
+            return
         loss = nn.functional.mse_loss(out, torch.as_tensor(y)) + 0.1 * penalty
         loss = loss + 0.01 * self.parallel.out.weight.square().sum()
         loss.backward()
@@ -86,6 +94,9 @@ def scenarios(cluster):
     run = Run(cluster, norm=True)
     run.train(cluster.shard(*batch) for batch in whole())
     yield "norm", run
+    run = Run(cluster, summed=True)
+    run.train(cluster.shard(*batch) for batch in whole())
+    yield "summed", run
     run = Run(cluster)
     no_sync = getattr(run.parallel, "no_sync", torch.enable_grad)
     for first, second in zip(whole()[::2], whole(10)[1::2], strict=False):

@@ -127,6 +127,40 @@ def weights(name, folder):
 
 
 @pytest.mark.slow
+def test_files_are_read_by_another_number_of_processes_and_by_the_twin(program, backend, tmp_path):
+    first = launch(2, EXAMPLE, backend.name, "--epochs", 2, "--folder", tmp_path)
+    rest = start([sys.executable, EXAMPLE, backend.name, "--epochs", "3", "--folder", tmp_path])
+    assert (first.returncode, rest.returncode) == (0, 0), first.stderr + rest.stderr
+    assert [[name.split()[1] for name, _ in epochs(done)] for done in (first, rest)] == [["1", "2"], ["3"]]
+    whole = start([sys.executable, EXAMPLE, backend.name, "--epochs", "3", "--folder", tmp_path / "whole"])
+    assert whole.returncode == 0, whole.stderr
+    pairs = zip(weights(backend.name, tmp_path), weights(backend.name, tmp_path / "whole"), strict=True)
+    assert all(np.abs(a - b).max() < 1e-4 for a, b in pairs)  # float32, its sums in another order
+    if backend.name == "keras":
+        torch = pytest.importorskip("torch")
+        x = np.random.default_rng(0).random((5, 64), "float32")
+        parallel = isobatch.load(
+            tmp_path / "epoch-2.keras", devices=["cpu:0", "cpu:1", "cpu:2"]
+        )  # written by two processes
+        twin = isobatch.twin(parallel.template)
+        assert np.abs(twin(torch.tensor(x)).detach().numpy() - parallel.predict(x, verbose=0)).max() < 1e-4
+
+
+def test_losses_that_are_no_means_are_refused_over_processes(program, backend):
+    if backend.name != "keras":
+        pytest.skip("torch's losses are outside of the model: scalars='sum' is for sums")
+    import keras
+
+    from isobatch_keras.cluster import ClusterModel
+
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+    parallel = ClusterModel(model, (isobatch.Device("cpu"),), isobatch.Options(), isobatch.Device("cpu"))
+    parallel.__dict__["cluster"] = Cluster(0, 2)
+    with pytest.raises(ValueError, match=r"got reduction='sum'.*sum_over_batch_size"):
+        parallel.compile("sgd", loss=keras.losses.MeanSquaredError(reduction="sum"))
+
+
+@pytest.mark.slow
 def test_killed_process_ends_the_others(tmp_path):
     pytest.importorskip("torch")
     done = launch(2, FAULTS, 20, EXAMPLE, "torch", "--folder", tmp_path)

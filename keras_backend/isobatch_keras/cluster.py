@@ -22,6 +22,9 @@ from isobatch_keras.wrapper import Parallel, ParallelCall
 __all__ = ["ClusterCall", "ClusterModel"]
 
 
+_MEAN = "sum_over_batch_size"
+
+
 class Member(Mirror):
     """A parallel model in each of several processes, which together train one model on one batch.
 
@@ -73,7 +76,21 @@ class Member(Mirror):
             self.__dict__["_step"] = step
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
-        """Compile; the optimizer's gradients are those of all processes. Takes what `keras.Model.compile` takes."""
+        """Compile; the optimizer's gradients are those of all processes. Takes what `keras.Model.compile` takes.
+
+        Raises:
+            ValueError: A loss is no mean over the rows of a batch, and there are several processes.
+        """
+        loss = args[1] if len(args) > 1 else kwargs.get("loss")
+        odd = [
+            one for one in keras.tree.flatten(loss) if getattr(one, "reduction", _MEAN) not in {_MEAN, "mean"}
+        ]
+        if odd and self.cluster.size > 1:
+            msg = (
+                f"Expected losses that are means over the rows of a batch, got reduction={odd[0].reduction!r}: each process counts for its "
+                f"rows. Use reduction={_MEAN!r}; sample weights may say what each row counts for."
+            )
+            raise ValueError(msg)
         super().compile(*args, **kwargs)
         optimizer = self.optimizer
         if optimizer is None or self.cluster.size == 1:

@@ -31,7 +31,8 @@ class ClusterParallel(DataParallel):
 
     Each process calls it on its rows of the batch. In training mode and in backward passes the processes talk to each other, so all have
     to take part, with no rows if need be; evaluation needs nobody. Gradients, running state and 0-d outputs are those of all
-    rows: each process counts for the rows it had. `DistributedDataParallel` carries the gradients.
+    rows: each process counts for the rows it had, as is right for losses that are means over rows. Where they are sums, say
+    `scalars="sum"`: then gradients are added up as they are. `DistributedDataParallel` carries the gradients.
 
     Args:
         module: What is made parallel; every process gets the weights of rank 0.
@@ -135,7 +136,7 @@ class ClusterParallel(DataParallel):
         """Make one call that the other processes make too."""
         shards = self.scatter(args, kwargs, method)
         rows = 1 if shards[0].rows is None else shards[0].total
-        step = _Step(self.cluster, rows, self.src_device_obj)
+        step = _Step(self.cluster, rows, self.src_device_obj, self.options.scalars)
         vars(self)["_step"] = step
         if self.training:
             step.start()
@@ -148,7 +149,7 @@ class ClusterParallel(DataParallel):
         if not rows:
             leaves = [leaf[:0] if torch.is_tensor(leaf) and leaf.dim() else leaf for leaf in leaves]
         if self.training:
-            leaves = _pool_scalars(leaves, step, self.options.scalars)
+            leaves = _pool_scalars(leaves, step)
         return unflatten(spec, leaves)
 
     def _run_replicas(self, method: str, shards: Sequence[Shard], step: _Step) -> list[Result]:
@@ -256,13 +257,15 @@ class _Step:
         cluster: The processes.
         rows: Of this process.
         place: Where to send numbers from.
+        how: Whether losses are means over rows, as `"mean"` has it, or sums.
     """
 
-    def __init__(self, cluster: Cluster, rows: int, place: torch.device) -> None:
+    def __init__(self, cluster: Cluster, rows: int, place: torch.device, how: str) -> None:
         self.collective: TorchCollective = cluster.collective  # type: ignore[assignment]
         self.size = cluster.size
         self.rows = rows
         self.place = place
+        self.how = how
         self.total: Callable[[], torch.Tensor] | None = None
         self.known: float | None = None
 
@@ -280,9 +283,14 @@ class _Step:
             self.known = self.rows / max(float(total()), 1.0)
         return self.known
 
+    @property
+    def part(self) -> float:
+        """What a loss of this process counts for in that of all."""
+        return self.weight if self.how == "mean" else float(self.rows > 0)
+
     def weigh(self, gradient: torch.Tensor) -> torch.Tensor | None:
         """Return what this process adds to the mean over all processes; `None` for the gradient as it is."""
-        factor = self.weight * self.size
+        factor = self.part * self.size
         if factor == 1:
             return None
         return gradient * factor if factor else torch.zeros_like(gradient)
@@ -305,7 +313,7 @@ def _with_borrowed_rows(shard: Shard) -> Shard:
     return Shard(shard.rank, shard.device, range(2), 2, args, kwargs)
 
 
-def _pool_scalars(leaves: list[Any], step: _Step, how: str) -> list[Any]:
+def _pool_scalars(leaves: list[Any], step: _Step) -> list[Any]:
     """Reduce 0-d float outputs over all processes, as those of one process's replicas are."""
     places = [
         i
@@ -313,7 +321,7 @@ def _pool_scalars(leaves: list[Any], step: _Step, how: str) -> list[Any]:
         if torch.is_tensor(leaf) and not leaf.dim() and leaf.is_floating_point()
     ]
     for i in places:
-        leaves[i] = _Pooled.apply(leaves[i], step, how)  # type: ignore[no-untyped-call]
+        leaves[i] = _Pooled.apply(leaves[i], step)  # type: ignore[no-untyped-call]
     return leaves
 
 
@@ -321,11 +329,9 @@ class _Pooled(torch.autograd.Function):
     """A number that each process has part of. What is computed from it is the same in all, and so is its gradient."""
 
     @staticmethod
-    def forward(ctx: Any, own: torch.Tensor, step: _Step, how: str) -> torch.Tensor:
-        weight = step.weight if how == "mean" else 1.0
-        ctx.factor = 1.0 if how == "mean" or not step.weight else 1.0 / step.weight
-        return step.add_up(own * weight)
+    def forward(ctx: Any, own: torch.Tensor, step: _Step) -> torch.Tensor:  # noqa: ARG004 - torch's signature
+        return step.add_up(own * step.part)
 
     @staticmethod
-    def backward(ctx: Any, *grad_outputs: torch.Tensor) -> Any:
-        return grad_outputs[0] * ctx.factor, None, None
+    def backward(ctx: Any, *grad_outputs: torch.Tensor) -> Any:  # noqa: ARG004
+        return grad_outputs[0], None
