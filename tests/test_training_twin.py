@@ -89,6 +89,10 @@ OPTIMIZERS = {
     "ftrl": lambda: optimizers.Ftrl(
         0.1, l1_regularization_strength=0.01, l2_regularization_strength=0.01, beta=0.1
     ),
+    "loss scale": lambda: optimizers.SGD(0.1, loss_scale_factor=8.0),
+    "dynamic loss scale": lambda: optimizers.LossScaleOptimizer(
+        optimizers.Adam(0.01), initial_scale=64.0, dynamic_growth_steps=2
+    ),
     "schedule": lambda: optimizers.SGD(schedules.ExponentialDecay(0.1, 2, 0.5, staircase=True)),
     "cosine": lambda: optimizers.Adam(schedules.CosineDecay(0.01, 4, warmup_target=0.02, warmup_steps=2)),
 }
@@ -368,3 +372,26 @@ def test_states_of_other_trainings_and_broken_files_change_nothing(tmp_path):
         isobatch.TrainingState.load(tmp_path / "absent")
     with pytest.raises(ModelError, match=r"compiled keras\.Model"):
         isobatch.TrainingState.of(network())
+
+
+def test_steps_that_overflow_are_left_out_as_in_keras():
+    model = network()
+    model.compile(
+        optimizers.LossScaleOptimizer(optimizers.SGD(0.1), initial_scale=2.0**20, dynamic_growth_steps=3),
+        "mse",
+    )
+    torch_side = isobatch.training_twin(model)
+    huge = X.copy()
+    huge[0] = np.inf
+    for x in (X, huge, X, X, X, X):
+        torch_side.train_on_batch(x, Y)
+        model.train_on_batch(x, Y)
+        for layer in ("norm",):  # statistics of infinities are none, and stay so
+            model.get_layer(layer).moving_mean.assign(np.zeros(4))
+            model.get_layer(layer).moving_variance.assign(np.ones(4))
+        torch_side.module.norm.running_mean.zero_()
+        torch_side.module.norm.running_var.fill_(1)
+    assert torch_side.scaler.factor == float(model.optimizer.dynamic_scale.numpy()) == 2.0**20
+    assert torch_side.optimizer.iterations == int(model.optimizer.inner_optimizer.iterations.numpy()) == 5
+    assert gaps(model, torch_side, [])[0] < GAP
+    assert isobatch.TrainingState.of(torch_side).once == isobatch.TrainingState.of(model).once

@@ -47,7 +47,8 @@ class KerasSide:
         with tf.GradientTape() as tape:
             outputs = self.model(x, training=True)
             loss = self.model.compute_loss(x=x, y=y, y_pred=outputs, sample_weight=weight, training=True)
-        gradients = tape.gradient(loss, trained)
+            scaled = self.model.optimizer.scale_loss(loss)
+        gradients = tape.gradient(scaled, trained)
         found = dict(zip(map(id, trained), gradients, strict=True))
         self.model.optimizer.apply(gradients, trained)
         return Step(

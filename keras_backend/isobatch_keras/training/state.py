@@ -34,6 +34,9 @@ _LISTS = {
 }
 """Where each optimizer keeps what torch's side calls so; Keras has no public names for it."""
 
+_SCALING = ("dynamic_scale", "step_counter")
+"""What an optimizer that scales losses dynamically keeps."""
+
 _SHARED = {"average": "_model_variables_moving_average", "gradient_accumulator": "_accumulated_gradients"}
 
 
@@ -46,6 +49,8 @@ def read_state(model: Any) -> TrainingState:
     optimizer = _inner(model)
     product = getattr(optimizer, "_u_product", None)  # of Nadam
     once = {} if product is None or not optimizer.built else {"u_product": float(product.numpy())}
+    if optimizer is not model.optimizer and model.optimizer.built:
+        once |= {name: float(getattr(model.optimizer, name).numpy()) for name in _SCALING}
     variables = variables_of(model)
     return TrainingState(
         {key: np.asarray(variable.numpy()) for key, variable in variables.items()},
@@ -75,6 +80,9 @@ def write_state(model: Any, state: TrainingState) -> None:
                 variable.assign(state.slots[slot][key])
     if "u_product" in state.once:
         optimizer._u_product.assign(state.once["u_product"])  # noqa: SLF001
+    for name in _SCALING:
+        if name in state.once and model.optimizer.built:
+            getattr(model.optimizer, name).assign(state.once[name])
     optimizer._iterations.assign(state.iterations)  # noqa: SLF001
 
 

@@ -13,6 +13,7 @@ from isobatch_torch.training.optimizers import (
     Nadam,
     RMSprop,
 )
+from isobatch_torch.training.scaling import LossScaler
 from isobatch_torch.training.schedules import KerasSchedule
 from isobatch_torch.training.side import TorchSide, predict
 from isobatch_torch.training.twin import TrainingTwin, from_recipe, read_state, write_state
@@ -28,6 +29,7 @@ __all__ = [
     "KerasOptimizer",
     "KerasSchedule",
     "Lion",
+    "LossScaler",
     "Nadam",
     "RMSprop",
     "TorchSide",

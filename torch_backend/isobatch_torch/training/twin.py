@@ -10,7 +10,6 @@ import numpy as np
 import torch
 from torch import nn
 
-from isobatch.errors import SpecError
 from isobatch.recipe import Part, Recipe
 from isobatch.spec import references
 from isobatch.training_state import TrainingState
@@ -20,6 +19,7 @@ from isobatch_torch.training.losses import TotalLoss, keep_logits
 from isobatch_torch.training.metrics import KerasMetric, build_metric
 from isobatch_torch.training.optimizer import KerasOptimizer, RepeatedRows
 from isobatch_torch.training.optimizers import optimizer_class
+from isobatch_torch.training.scaling import LossScaler
 from isobatch_torch.training.schedules import KerasSchedule
 
 __all__ = ["TrainingTwin", "from_recipe", "read_state", "write_state"]
@@ -34,6 +34,7 @@ class TrainingTwin:
         loss: Of its outputs.
         metrics: By the names they are reported as.
         schedule: Of the learning rate; `None` for a constant one.
+        scaler: Scales the loss dynamically; `None`: not so.
     """
 
     def __init__(
@@ -43,8 +44,11 @@ class TrainingTwin:
         loss: TotalLoss,
         metrics: Mapping[str, tuple[int, bool, KerasMetric]],
         schedule: KerasSchedule | None,
+        *,
+        scaler: LossScaler | None = None,
     ) -> None:
         self.module, self.optimizer, self.loss, self.schedule = module, optimizer, loss, schedule
+        self.scaler = scaler
         self._metrics = dict(metrics)
 
     @property
@@ -78,13 +82,21 @@ class TrainingTwin:
         weight = None if sample_weight is None else torch.as_tensor(sample_weight)
         self.optimizer.zero_grad()
         loss = self.loss(outputs, targets, [weight] * len(outputs))
-        loss.backward()
-        self.optimizer.step()
-        if self.schedule is not None:
+        if self._step(loss) and self.schedule is not None:
             self.schedule.step()
         for place, weighted, metric in self._metrics.values():
             metric.update(targets[place], outputs[place].detach(), weight if weighted else None)
         return float(loss.detach())
+
+    def _step(self, loss: torch.Tensor) -> bool:
+        """Let the optimizer take its step; say whether it did."""
+        if self.scaler is not None:
+            (loss * self.scaler.factor).backward()  # type: ignore[no-untyped-call]
+            return self.scaler.step(self.optimizer)
+        fixed = self.optimizer.param_groups[0]["loss_scale_factor"]
+        (loss if fixed is None else loss * fixed).backward()
+        self.optimizer.step()
+        return True
 
     def fit(self, x: Any, y: Any, *, batch_size: int = 32, epochs: int = 1) -> list[float]:
         """Take the rows in the order they have, batch by batch, as Keras does with `shuffle=False`.
@@ -125,13 +137,7 @@ def from_recipe(recipe: Recipe, module: Twin, *, repeated_rows: RepeatedRows = "
         recipe: The recipe.
         module: The twin; it is put into training mode and the recipe's precision, and trains what the recipe does not freeze.
         repeated_rows: What a row of an embedding counts for that is looked up several times in a batch; see `KerasOptimizer`.
-
-    Raises:
-        SpecError: The recipe scales losses dynamically.
     """
-    if recipe.loss_scale is not None:
-        msg = "Expected training without dynamic loss scaling, got a LossScaleOptimizer. Train in float32, float64 or bfloat16."
-        raise SpecError(msg)
     dtype = getattr(torch, recipe.dtype)
     module.to(dtype)
     parts = parts_of(module)
@@ -152,6 +158,7 @@ def from_recipe(recipe: Recipe, module: Twin, *, repeated_rows: RepeatedRows = "
         TotalLoss(recipe.losses, penalties, dtype),
         {one.name: (one.output, one.weighted, build_metric(one, dtype)) for one in recipe.metrics},
         schedule,
+        scaler=None if recipe.loss_scale is None else LossScaler(**recipe.loss_scale),
     )
 
 
@@ -172,6 +179,7 @@ def read_state(training: TrainingTwin) -> TrainingState:
         slots[slot] = {key: array for key, array in found.items() if key in trained}
     group = optimizer.param_groups[0]
     once = {name: float(group[name]) for name in optimizer.once if optimizer.state}
+    once |= {} if training.scaler is None else training.scaler.state()
     name = type(optimizer).__name__.lower()
     return TrainingState(to_tensors(module), slots, optimizer.iterations, once, name)
 
@@ -194,7 +202,9 @@ def write_state(training: TrainingTwin, state: TrainingState) -> None:
     optimizer.iterations = state.iterations
     optimizer.prepare()
     for group in optimizer.param_groups:
-        group.update(state.once)
+        group.update({name: state.once[name] for name in optimizer.once if name in state.once})
+    if training.scaler is not None and "dynamic_scale" in state.once:
+        training.scaler.put(dict(state.once))
     keys = parts_of(module)
     for slot, arrays in state.slots.items():
         rest = {key: arrays.get(key, np.zeros(module.description.shapes[key])) for key in keys}
