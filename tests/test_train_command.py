@@ -31,7 +31,11 @@ def test_digits_are_trained_side_by_side(tmp_path, capfd):
     assert keras.config.floatx() == floatx
     said = capfd.readouterr().out
     assert re.search(r"2 replicas: PASS: torch and keras agree over 12 steps", said)
-    runs = json.loads((tmp_path / "r.json").read_text())["runs"]
+    report = json.loads((tmp_path / "r.json").read_text())
+    assert [one["what"] for one in report["rounding"]] == ["loss", "test logits"]
+    assert all(0 < one["gap"] < 0.01 for one in report["rounding"])
+    assert said.count("float32, ") == 2
+    runs = report["runs"]
     assert [run["replicas"] for run in runs] == [1, 2]
     for run in runs:
         assert run["accuracy"]["keras"] == run["accuracy"]["torch"]

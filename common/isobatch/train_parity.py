@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from isobatch.compare import compare
 from isobatch.digits import Images
 from isobatch.page import page, section, table
 from isobatch.parallel import over_cpus
@@ -16,7 +17,7 @@ from isobatch.registry import get_backend
 from isobatch.trajectory import Trajectory, follow
 from isobatch.twins import training_twin
 
-__all__ = ["TrainReport", "TrainRun", "render_training", "run_training"]
+__all__ = ["Rounding", "TrainReport", "TrainRun", "render_training", "run_training"]
 
 _BATCH = 64
 _WIDTH, _HEIGHT, _LEFT = 900, 260, 60
@@ -41,6 +42,25 @@ class TrainRun:
 
 
 @dataclass(frozen=True, slots=True)
+class Rounding:
+    """How far float32 runs of both frameworks are apart, beside each one's own distance from its float64 run.
+
+    Args:
+        what: Of what: all losses, or the outputs in the end.
+        gap: Torch against Keras, the greatest difference over the greatest value.
+        own: Float32 against float64, by framework.
+    """
+
+    what: str
+    gap: float
+    own: Mapping[str, float]
+
+    def __str__(self) -> str:
+        own = ", ".join(f"{name} {gap:.1e}" for name, gap in self.own.items())
+        return f"float32, {self.what}: gap {self.gap:.1e}; against its own float64 {own}"
+
+
+@dataclass(frozen=True, slots=True)
 class TrainReport:
     """All runs.
 
@@ -48,12 +68,14 @@ class TrainReport:
         data: What was trained on.
         epochs: How often it was seen.
         runs: One for each number of replicas.
+        rounding: Of the first number of replicas in float32.
         versions: Of Python, the frameworks and this library.
     """
 
     data: str
     epochs: int
     runs: tuple[TrainRun, ...]
+    rounding: tuple[Rounding, ...]
     versions: Mapping[str, str]
 
     @property
@@ -68,6 +90,7 @@ class TrainReport:
             lines.append(
                 f"{run.replicas} replicas: {run.trajectory}; test accuracy {found}; {run.seconds:.0f} s"
             )
+        lines += map(str, self.rounding)
         return "\n".join([*lines, "PASS" if self.passed else "FAIL"])
 
     def as_dict(self) -> dict[str, Any]:
@@ -99,43 +122,91 @@ def run_training(
         get_backend(name)
     make_room(max(replicas))
     runs: list[TrainRun] = []
+    first: Any = None
     for number, count in enumerate(replicas):
 
         def tell(part: float, number: int = number, count: int = count) -> None:
-            progress(f"training over {count} replicas", (number + part) / len(replicas))
+            progress(f"training over {count} replicas", (number + part) / (len(replicas) + 1))
 
-        runs.append(_run(images, count, epochs, seed, tell))
-    return TrainReport(images.name, epochs, tuple(runs), versions())
+        run, logits = _run(images, count, epochs, seed, tell)
+        runs.append(run)
+        first = first or (run, logits)
+    progress("training in float32", len(replicas) / (len(replicas) + 1))
+    rounding = _rounding(images, first, epochs, seed, lambda _part: None)
+    return TrainReport(images.name, epochs, tuple(runs), rounding, versions())
 
 
 def _run(
     images: Images, replicas: int, epochs: int, seed: int, progress: Callable[[float], None]
-) -> TrainRun:
+) -> tuple[TrainRun, Mapping[str, Any]]:
+    """Return a run in float64, and what both sides say of the test images."""
     import numpy as np
 
+    start = time.perf_counter()
+    found, logits = _train(
+        images, replicas, "float64", _batches(images, epochs, seed, "float64", progress), seed
+    )
+    accuracy = {name: float(np.mean(one.argmax(-1) == images.test_labels)) for name, one in logits.items()}
+    return TrainRun(replicas, found, accuracy, time.perf_counter() - start), logits
+
+
+def _rounding(
+    images: Images,
+    doubled: tuple[TrainRun, Mapping[str, Any]],
+    epochs: int,
+    seed: int,
+    progress: Callable[[float], None],
+) -> tuple[Rounding, ...]:
+    """Train the same in float32, and hold it against float64: what of it both sides share is rounding."""
+    import numpy as np
+
+    run, logits = doubled
+    batches = _batches(images, epochs, seed, "float32", progress)
+    found, ours = _train(images, run.replicas, "float32", batches, seed)
+    pairs = {
+        "loss": (
+            dict(zip(found.sides, found.losses, strict=True)),
+            dict(zip(found.sides, run.trajectory.losses, strict=True)),
+        ),
+        "test logits": (ours, logits),
+    }
+
+    def gap(a: Any, b: Any) -> float:
+        return compare(np.asarray(a, "float64"), np.asarray(b, "float64"), 0.0).scaled
+
+    return tuple(
+        Rounding(
+            what,
+            gap(single["torch"], single["keras"]),
+            {name: gap(single[name], double[name]) for name in single},
+        )
+        for what, (single, double) in pairs.items()
+    )
+
+
+def _train(
+    images: Images, replicas: int, dtype: str, batches: Iterator[tuple[Any, ...]], seed: int
+) -> tuple[Trajectory, Mapping[str, Any]]:
     keras_side, torch_side = (
         importlib.import_module(f"isobatch_{name}.training") for name in ("keras", "torch")
     )
-    start = time.perf_counter()
-    with keras_side.float64_default():
-        model = keras_side.compiled_digits(images.shape, images.classes, seed)
+    with keras_side.default_type(dtype):
+        model = keras_side.compiled_digits(images.shape, images.classes, seed, dtype)
         training = training_twin(model)
         training.module = over_cpus(training.module, replicas)
         parallel = over_cpus(model, replicas)
         importlib.import_module("isobatch_keras.mirror").adopt_compilation(parallel, model)
-        sides = torch_side.TorchSide(training), keras_side.KerasSide(parallel)
-        found = follow(*sides, _batches(images, epochs, seed, progress))
-        test = images.test.astype("float64")
-        logits = {
-            "keras": keras_side.predict(model, test),
+        found = follow(torch_side.TorchSide(training), keras_side.KerasSide(parallel), batches)
+        test = images.test.astype(dtype)
+        said = {
             "torch": torch_side.predict(training.network, test),
+            "keras": keras_side.predict(model, test),
         }
-    accuracy = {name: float(np.mean(one.argmax(-1) == images.test_labels)) for name, one in logits.items()}
-    return TrainRun(replicas, found, accuracy, time.perf_counter() - start)
+    return found, said
 
 
 def _batches(
-    images: Images, epochs: int, seed: int, progress: Callable[[float], None]
+    images: Images, epochs: int, seed: int, dtype: str, progress: Callable[[float], None]
 ) -> Iterator[tuple[Any, ...]]:
     import numpy as np
 
@@ -146,7 +217,7 @@ def _batches(
         for first in range(0, count, _BATCH):
             rows = order[first : first + _BATCH]
             progress((epoch + first / count) / epochs)
-            yield images.train[rows].astype("float64"), images.train_labels[rows]
+            yield images.train[rows].astype(dtype), images.train_labels[rows]
 
 
 def render_training(report: TrainReport) -> str:

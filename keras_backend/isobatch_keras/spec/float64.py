@@ -22,7 +22,7 @@ from isobatch_keras.spec.refs import Call, Ref
 from isobatch_keras.spec.rules import find_rule
 from isobatch_keras.spec.walk import walk
 
-__all__ = ["Record", "Refusal", "float64_default", "in_float64", "predict", "record"]
+__all__ = ["Record", "Refusal", "default_type", "in_float64", "predict", "record"]
 
 
 _NO_KERNEL = re.compile(
@@ -72,7 +72,7 @@ def record(model: Any, batch: Any, factory: Callable[[], Any] | None = None) -> 
     values = _inputs(spec, batch)
     coarse: set[str] = set()
     trained: dict[str, list[np.ndarray[Any, Any]]] = {}
-    with float64_default(), warnings.catch_warnings():
+    with default_type(), warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # of Keras about the model, which its user has seen
         calls = found.calls if factory is None else _from_factory(factory, model, spec)
         for call in calls:
@@ -96,7 +96,7 @@ def in_float64(model: Any, factory: Callable[[], Any] | None = None) -> Any:
         Refusal: It cannot be rebuilt.
     """
     call = Call(model.name, model, (), {}, ())
-    with float64_default():
+    with default_type():
         if factory is None:
             return _copy(call)
         copy = factory()
@@ -240,11 +240,15 @@ def _is_float_type(key: str, value: Any) -> bool:
 
 
 @contextlib.contextmanager
-def float64_default() -> Generator[None, None, None]:
-    """Make float64 Keras's default type for the length of a block."""
+def default_type(dtype: str = "float64") -> Generator[None, None, None]:
+    """Make a type Keras's default for the length of a block.
+
+    Args:
+        dtype: Which.
+    """
     floatx, policy = keras.config.floatx(), keras.config.dtype_policy()
-    keras.config.set_floatx("float64")
-    keras.config.set_dtype_policy("float64")
+    keras.config.set_floatx(dtype)
+    keras.config.set_dtype_policy(dtype)
     try:
         yield
     finally:

@@ -88,17 +88,20 @@ class KerasSide:
                 del layer.__dict__["call"]
 
 
-def compiled_digits(shape: tuple[int, int, int], classes: int, seed: int) -> keras.Model:
-    """Return the digits network in float64, compiled with Adam.
+def compiled_digits(shape: tuple[int, int, int], classes: int, seed: int, dtype: str) -> keras.Model:
+    """Return the digits network, compiled with Adam; its first weights are the same numbers in every type.
 
     Args:
         shape: Height, width and channels of an image.
         classes: Number of classes.
         seed: Of its weights.
+        dtype: Its type.
     """
     keras.utils.set_random_seed(seed)
-    model = digits_network(shape, classes, "float64")
-    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True, dtype="float64")
+    first = digits_network(shape, classes, "float32")
+    model = digits_network(shape, classes, dtype)
+    model.set_weights([keras.ops.convert_to_numpy(weight) for weight in first.weights])
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True, dtype=dtype)
     model.compile(keras.optimizers.Adam(2e-3), loss)
     return model
 
