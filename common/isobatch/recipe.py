@@ -167,6 +167,7 @@ class Recipe:
         undecayed: Keys of weights that are left out of the weight decay.
         loss_scale: Dynamic loss scaling: `initial_scale` and `dynamic_growth_steps`; `None` for none.
         dtype: What losses and metrics are computed in.
+        masks: Numbers of the outputs that carry a mask, which the network returns after its outputs.
 
     >>> recipe = Recipe(Part("sgd", {"momentum": 0.9}), 0.1, (Loss(0, Part("mean_squared_error"), "mean"),))
     >>> Recipe.from_json(recipe.to_json()) == recipe
@@ -182,6 +183,7 @@ class Recipe:
     undecayed: tuple[str, ...] = ()
     loss_scale: Mapping[str, float] | None = None
     dtype: str = "float32"
+    masks: tuple[int, ...] = ()
 
     def check(self) -> Recipe:
         """Return this recipe if every word in it is known.
@@ -254,6 +256,7 @@ def _recipe(body: dict[str, Any]) -> Recipe:
         "metrics": tuple(Metric(**_with_part(one)) for one in body["metrics"]),
         "frozen": tuple(body["frozen"]),
         "undecayed": tuple(body["undecayed"]),
+        "masks": tuple(body.get("masks", ())),
     }
     return Recipe(**{**body, **parts})
 

@@ -48,7 +48,7 @@ def training_twin(model: Any, *, repeated_rows: Literal["keras", "summed"] = "ke
 
     Returns:
         An `isobatch_torch.training.TrainingTwin`: `module`, `optimizer`, `loss`, `metrics` and `schedule` for a loop of one's own,
-        and `train_on_batch` and `fit` for a comparison.
+        and `train_on_batch` and `fit` for a comparison. Of a model whose outputs carry masks the module returns `(outputs, masks)`.
 
     Raises:
         BackendError: Keras or torch is not installed.
@@ -69,7 +69,8 @@ def training_twin(model: Any, *, repeated_rows: Literal["keras", "summed"] = "ke
     keras_side = importlib.import_module("isobatch_keras.training")
     torch_side = importlib.import_module("isobatch_torch.training")
     recipe = keras_side.to_recipe(model)
-    module = twin(keras_side.template_of(model))
+    spec = _side("keras").to_spec(keras_side.template_of(model), masks=bool(recipe.masks))
+    module = _side("torch").from_spec(spec)
     training = torch_side.from_recipe(recipe, module, repeated_rows=repeated_rows)
     torch_side.write_state(training, keras_side.read_state(model))
     return training

@@ -75,6 +75,14 @@ class Walk:
             self._parts[module, part] = self.fresh(module + part)
         return self._parts[module, part]
 
+    def masks_of_outputs(self, outputs: Sequence[_Value]) -> dict[str, Ref]:
+        """Return the masks that outputs carry, by the number of the output."""
+        return {
+            str(number): self._resolve(value.mask, f"mask_{number}")
+            for number, value in enumerate(outputs)
+            if value.mask is not None
+        }
+
     def module_of(self, operation: Any) -> str:
         """Return the path that a layer has as a module, the same for all its calls."""
         return self._modules[id(operation)][0]
@@ -300,12 +308,13 @@ class Emitter:
         return self.walk.invoke(operation, self.name + part, (Ref(x, shape),), kwargs)
 
 
-def walk(model: Any, find_rule: Callable[[Any], Rule | None]) -> tuple[Walk, Spec]:
+def walk(model: Any, find_rule: Callable[[Any], Rule | None], *, masks: bool = False) -> tuple[Walk, Spec]:
     """Walk a model.
 
     Args:
         model: A functional or sequential Keras model, built.
         find_rule: Gives the rule for a layer or operation, or `None`.
+        masks: Whether a network whose outputs carry masks returns `[outputs, masks]`, the masks by number of the output.
 
     Returns:
         What was found, and the spec.
@@ -332,17 +341,25 @@ def walk(model: Any, find_rule: Callable[[Any], Rule | None]) -> tuple[Walk, Spe
         for one, tensor in zip(inputs, functional.inputs, strict=True)
     ]
     outputs = found.run(functional, values, "")
+    kept = found.masks_of_outputs(outputs) if masks else {}
     if found.unsupported:
         msg = (
             f"Expected layers that have a word in a spec; these {len(found.unsupported)} have none: "
             f"{'; '.join(found.unsupported)}. Cure: isobatch_keras.register_layer."
         )
         raise SpecError(msg)
-    return found, _spec(model.name, inputs, found, functional, [value.ref for value in outputs])
+    return found, _spec(model.name, inputs, found, functional, ([value.ref for value in outputs], kept))
 
 
-def _spec(name: str, inputs: list[Input], found: Walk, functional: Any, outputs: list[Ref]) -> Spec:
-    nodes = _reachable(found.nodes, outputs)
+def _spec(
+    name: str,
+    inputs: list[Input],
+    found: Walk,
+    functional: Any,
+    returned: tuple[list[Ref], Mapping[str, Ref]],
+) -> Spec:
+    outputs, masks = returned
+    nodes = _reachable(found.nodes, [*outputs, *masks.values()])
     keys = {key for node in nodes for key in node.weights.values()}
     found.variables = {key: variable for key, variable in found.variables.items() if key in keys}
     tensors = {key: as_array(variable) for key, variable in found.variables.items()}
@@ -350,6 +367,8 @@ def _spec(name: str, inputs: list[Input], found: Walk, functional: Any, outputs:
     result = packed_names(functional._outputs_struct, [str(ref) for ref in outputs])  # noqa: SLF001
     if isinstance(result, list) and len(result) == 1:  # Keras takes the only output out of its list
         result = result[0]
+    if masks:
+        result = [result, {number: str(ref) for number, ref in masks.items()}]
     return Spec(name, tuple(inputs), tuple(nodes), result, tensors, signature).check()
 
 

@@ -16,11 +16,12 @@ from isobatch_keras.spec.walk import walk
 __all__ = ["load_tensors", "to_spec"]
 
 
-def to_spec(model: Any) -> Spec:
+def to_spec(model: Any, *, masks: bool = False) -> Spec:
     """Return a Keras model as a framework-free description with its weights.
 
     Args:
         model: A functional or sequential `keras.Model`, built; models inside it may be shared and nested.
+        masks: Whether a network whose outputs carry masks returns `[outputs, masks]`, the masks by number of the output.
 
     Returns:
         The spec; `str` shows it.
@@ -35,7 +36,7 @@ def to_spec(model: Any) -> Spec:
       out = dense(x)  # kernel (3, 2), bias (2,)
       return out
     """
-    return walk(model, find_rule)[1]
+    return walk(model, find_rule, masks=masks)[1]
 
 
 def load_tensors(model: Any, tensors: Mapping[str, np.ndarray[Any, Any]]) -> None:

@@ -115,6 +115,11 @@ class _Reading:
             tuple(key for key, one in self.variables.items() if not _decays(optimizer, one)),
             scale,
             keras.config.floatx(),
+            tuple(
+                number
+                for number, tensor in enumerate(functional_of(template_of(self.model)).outputs)
+                if getattr(tensor, "_keras_mask", None) is not None
+            ),
         )
 
     def _optimizer(self, optimizer: Any) -> Part:
@@ -248,9 +253,6 @@ class _Reading:
         for layer in template_of(self.model)._flatten_layers():  # noqa: SLF001 - nested layers and cells too
             if getattr(layer, "activity_regularizer", None) is not None:
                 self.unsupported.append(f"activity regularizer of layer {layer.name!r}")
-        for tensor in functional_of(template_of(self.model)).outputs:
-            if getattr(tensor, "_keras_mask", None) is not None:
-                self.unsupported.append(f"an output with a mask, {tensor.name!r}")
         if type(template_of(self.model)).train_step is not keras.Model.train_step:
             self.unsupported.append(f"a train_step of its own in {type(template_of(self.model)).__name__}")
 

@@ -35,6 +35,7 @@ class TrainingTwin:
         metrics: By the names they are reported as.
         schedule: Of the learning rate; `None` for a constant one.
         scaler: Scales the loss dynamically; `None`: not so.
+        masks: Numbers of the outputs whose masks the module returns after its outputs.
     """
 
     def __init__(
@@ -46,9 +47,11 @@ class TrainingTwin:
         schedule: KerasSchedule | None,
         *,
         scaler: LossScaler | None = None,
+        masks: Sequence[int] = (),
     ) -> None:
         self.module, self.optimizer, self.loss, self.schedule = module, optimizer, loss, schedule
         self.scaler = scaler
+        self._masks = tuple(masks)
         self._metrics = dict(metrics)
 
     @property
@@ -78,14 +81,15 @@ class TrainingTwin:
         Returns:
             The loss before the step.
         """
-        outputs, targets = self._forward(x), _tensors(y)
+        outputs, masks = self._forward(x)
+        targets = _tensors(y)
         weight = None if sample_weight is None else torch.as_tensor(sample_weight)
         self.optimizer.zero_grad()
-        loss = self.loss(outputs, targets, [weight] * len(outputs))
+        loss = self.loss(outputs, targets, [weight] * len(outputs), masks)
         if self._step(loss) and self.schedule is not None:
             self.schedule.step()
         for place, weighted, metric in self._metrics.values():
-            metric.update(targets[place], outputs[place].detach(), weight if weighted else None)
+            metric.update(targets[place], outputs[place].detach(), weight if weighted else None, masks[place])
         return float(loss.detach())
 
     def _step(self, loss: torch.Tensor) -> bool:
@@ -93,7 +97,7 @@ class TrainingTwin:
         if self.scaler is not None:
             (loss * self.scaler.factor).backward()  # type: ignore[no-untyped-call]
             return self.scaler.step(self.optimizer)
-        fixed = self.optimizer.param_groups[0]["loss_scale_factor"]
+        fixed = self.optimizer.param_groups[0].get("loss_scale_factor")
         (loss if fixed is None else loss * fixed).backward()
         self.optimizer.step()
         return True
@@ -123,11 +127,13 @@ class TrainingTwin:
             history.append(total / rows)
         return history
 
-    def _forward(self, x: Any) -> list[torch.Tensor]:
+    def _forward(self, x: Any) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
         dtype = next(self.module.parameters()).dtype
         inputs = [one.to(dtype) if one.is_floating_point() else one for one in _tensors(x)]
         found: list[torch.Tensor] = flatten(self.module(*inputs))[0]
-        return found
+        outputs = found[: len(found) - len(self._masks)]
+        masks = dict(zip(self._masks, found[len(outputs) :], strict=True))
+        return outputs, [masks.get(number) for number in range(len(outputs))]
 
 
 def from_recipe(recipe: Recipe, module: Twin, *, repeated_rows: RepeatedRows = "keras") -> TrainingTwin:
@@ -159,6 +165,7 @@ def from_recipe(recipe: Recipe, module: Twin, *, repeated_rows: RepeatedRows = "
         {one.name: (one.output, one.weighted, build_metric(one, dtype)) for one in recipe.metrics},
         schedule,
         scaler=None if recipe.loss_scale is None else LossScaler(**recipe.loss_scale),
+        masks=recipe.masks,
     )
 
 
