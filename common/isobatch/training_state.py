@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import importlib
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from os import PathLike
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from isobatch.clusters import write_whole
@@ -124,6 +122,9 @@ class TrainingState:
         Args:
             path: The file.
         """
+        import json
+        from pathlib import Path
+
         from safetensors.numpy import save_file
 
         tensors = {f"weights/{key}": array for key, array in self.weights.items()}
@@ -149,6 +150,9 @@ class TrainingState:
             FileNotFoundError: There is no such file.
             SpecError: It is cut off, or something else.
         """
+        import json
+        from pathlib import Path
+
         from safetensors import SafetensorError, safe_open
 
         if not Path(path).is_file():

@@ -16,6 +16,7 @@ __all__ = [
     "move",
     "padded",
     "placed",
+    "taped",
     "updating_in_place",
 ]
 
@@ -94,6 +95,18 @@ def placed(
         device
     ):  # where the identities go that TensorFlow puts around a function with a gradient of its own
         return list(run(*arrays))
+
+
+def taped(function: Callable[[], Any], variables: Sequence[Any]) -> tuple[Any, list[Any]]:
+    """Return what a function returns, and the gradients of the last of it, eagerly.
+
+    Args:
+        function: Returns tensors.
+        variables: Of Keras.
+    """
+    with tf.GradientTape() as tape:
+        found = function()
+    return found, tape.gradient(found[-1], variables)
 
 
 def move(variable: Any, device: str) -> bool:

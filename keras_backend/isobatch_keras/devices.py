@@ -106,7 +106,7 @@ def resolve(request: DeviceRequest) -> tuple[Device, ...]:
     real = tuple(Device("cpu", d.index % cpus) if d.kind == "cpu" else d for d in devices)
     if real != devices:
         msg = (
-            f"{len(devices)} replicas share {', '.join(map(str, dict.fromkeys(real)))}, because this process has no more logical CPU "
+            f"{', '.join(map(str, dict.fromkeys(devices)))} share {', '.join(map(str, dict.fromkeys(real)))}, because this process has no more logical CPU "
             "devices; the results are the same. Call isobatch.virtual_devices(n) before the first weight is built to have n."
         )
         warnings.warn(msg, DeviceWarning, stacklevel=4)

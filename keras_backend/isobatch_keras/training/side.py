@@ -39,16 +39,18 @@ class KerasSide:
         Args:
             batch: Inputs, targets, and perhaps sample weights.
         """
-        import tensorflow as tf
+        from isobatch_keras._tensorflow import taped
 
         x, y = batch[:2]
         weight = batch[2] if len(batch) > 2 else None
         trained = self.model.trainable_variables
-        with tf.GradientTape() as tape:
+
+        def forward() -> tuple[Any, Any]:
             outputs = self.model(x, training=True)
             loss = self.model.compute_loss(x=x, y=y, y_pred=outputs, sample_weight=weight, training=True)
-            scaled = self.model.optimizer.scale_loss(loss)
-        gradients = tape.gradient(scaled, trained)
+            return loss, self.model.optimizer.scale_loss(loss)
+
+        (loss, _), gradients = taped(forward, trained)
         found = dict(zip(map(id, trained), gradients, strict=True))
         self.model.optimizer.apply(gradients, trained)
         return Step(
