@@ -71,6 +71,7 @@ def _here(monkeypatch, request):
     monkeypatch.syspath_prepend(request.path.parent)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("training", [False, True])
 def test_every_choice_is_timed_on_the_same_rows(training):
     report = run_bench(HERE, replicas=[2], batches=[4, 5], training=training, seconds=0.02)

@@ -89,6 +89,7 @@ def test_twenty_steps_of_every_batch_size(replicas, optimizer):
     assert gap(template.get_weights(), start) > 0.01, "nothing was trained"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("eager", [False, True])
 def test_fit_evaluate_and_predict_with_uneven_last_batches(eager):
     rng = np.random.default_rng(3)

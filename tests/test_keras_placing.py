@@ -97,6 +97,7 @@ def test_both_kinds_together_train_as_so_many_replicas():
     assert_same(found[1], expected[1])
 
 
+@pytest.mark.slow
 def test_files_are_the_templates(tmp_path):
     placed, plain = device_parallel(sentences(), PLACEMENT), sentences()
     for name, model in {"placed": placed, "plain": plain}.items():

@@ -213,6 +213,7 @@ def test_hdf5_opens_with_plain_keras(tmp_path):
     assert isobatch.load(tmp_path / "model.h5", devices=2).devices
 
 
+@pytest.mark.slow
 def test_checkpoint_and_backup(tmp_path):
     keras.utils.set_random_seed(0)
     model = functional()
@@ -246,6 +247,7 @@ def test_checkpoint_and_backup(tmp_path):
     assert seen == [(2, 4), (3, 5)], "resumes at epoch 2 after the 2 + 2 steps before"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind", ["functional", "sequential"]
 )  # Keras itself leaves out layers that are in a list
@@ -264,6 +266,7 @@ def test_a_checkpoint_of_tensorflow_is_the_templates(kind, tmp_path):
             np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.slow
 def test_pickle_and_deepcopy_keep_it_parallel(trained):
     _, parallel, answer = trained
     for again in (pickle.loads(pickle.dumps(parallel)), copy.deepcopy(parallel)):  # noqa: S301 - just written

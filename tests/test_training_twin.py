@@ -181,7 +181,7 @@ def test_metrics_and_weights_of_several_outputs():
     assert len(torch_side.metrics) == 3
 
 
-@pytest.mark.parametrize("replicas", [2, 4])
+@pytest.mark.parametrize("replicas", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_over_replicas_with_batch_statistics(replicas):
     """Keras over replicas and torch over as many, batches that do not divide: the same steps."""
     devices = [f"cpu:{rank}" for rank in range(replicas)]
@@ -299,9 +299,8 @@ STATES = {
 }
 
 
-@pytest.mark.parametrize(
-    "name", ["adam", *(pytest.param(name, marks=pytest.mark.slow) for name in STATES if name != "adam")]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", STATES)
 def test_training_goes_on_in_the_other_framework_and_comes_back(name, tmp_path):
     whole, first, last = words(), words(), words()
     for model in (whole, first, last):
@@ -394,7 +393,7 @@ def test_steps_that_overflow_are_left_out_as_in_keras():
     assert isobatch.TrainingState.of(torch_side).once == isobatch.TrainingState.of(model).once
 
 
-@pytest.mark.parametrize("replicas", [None, 2])
+@pytest.mark.parametrize("replicas", [None, pytest.param(2, marks=pytest.mark.slow)])
 def test_outputs_with_masks_count_where_they_are_not_masked(replicas):
     keras.utils.set_random_seed(0)
     words = keras.Input((6,), dtype="int32")
