@@ -50,7 +50,7 @@ class Kit(ABC):
 
     @abstractmethod
     def failing(self, rank):
-        """A model that raises `ValueError("planted")` in the replica of this rank, and returns its input elsewhere."""
+        """A model of one part that raises `ValueError("planted")` in the replica of this rank (`None`: anywhere), and else returns its input."""
 
     @abstractmethod
     def array(self, x):
@@ -131,10 +131,13 @@ class KerasKit(Kit):
         class Failing(keras.layers.Layer):
             def call(self, x):
                 running = current_replica()
-                if running is not None and running.rank == rank:
+                if rank is None or (running is not None and running.rank == rank):
                     msg = "planted"
                     raise ValueError(msg)
                 return x
+
+            def compute_output_shape(self, shape):  # in place of a call
+                return shape
 
         inputs = keras.Input((4,), dtype="float64")
         return keras.Model(inputs, Failing(dtype="float64")(inputs))
@@ -249,12 +252,12 @@ class TorchKit(Kit):
         class Failing(torch.nn.Module):
             def forward(self, x):
                 running = current_replica()
-                if running is not None and running.rank == rank:
+                if rank is None or (running is not None and running.rank == rank):
                     msg = "planted"
                     raise ValueError(msg)
                 return x
 
-        return Failing()
+        return torch.nn.Sequential(Failing())
 
     def array(self, x):
         import torch

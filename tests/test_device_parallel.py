@@ -1,6 +1,8 @@
 """Parts of a model on different devices: the same numbers as without, in both frameworks."""
 
 import json
+import re
+import threading
 
 import numpy as np
 import pytest
@@ -163,16 +165,45 @@ def test_wrong_groups_are_refused(backend):
 
 def test_a_failing_part_is_named(backend):
     model = backend.failing(rank=None)
-    if backend.name == "torch":
-        import torch
+    placed = device_parallel(model, {"*": "cpu:1"})
+    with pytest.raises(ValueError, match="planted") as caught:
+        placed(backend.array(numbers(2, 4)))
+    assert any(re.fullmatch(r"in part '\w+' on cpu:1", note) for note in caught.value.__notes__)
+    parallel = data_parallel(model, GROUPS, placement={"*": 1})
+    with pytest.raises(ValueError, match="planted") as caught:
+        parallel(backend.array(numbers(4, 4)))
+    assert any(note.startswith("in replica 0 on cpu:") for note in caught.value.__notes__)
 
-        model = torch.nn.Sequential(torch.nn.Identity(), torch.nn.Linear(3, 1))
-        placed = device_parallel(model, {"1": "cpu:1"})
-        with pytest.raises(RuntimeError) as caught:
-            placed(torch.ones(2, 4))
-        assert "in part '1' on cpu:1" in caught.value.__notes__
-        assert placed(torch.ones(2, 3)).shape == (2, 1)
-        assert "forward" not in vars(model[1])  # nothing is left in the template
+
+def test_two_placements_of_one_model_work_in_two_threads(backend):
+    model = backend.mlp()
+    placed = [device_parallel(model, {"hidden": f"cpu:{i}", "out": f"cpu:{1 - i}"}) for i in range(2)]
+    x = numbers(5, 4)
+    expected = backend.call(backend.mlp(), x)
+    found = [[], []]
+
+    def work(i):
+        for _ in range(20):
+            found[i].append(backend.call(placed[i], x))
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [len(one) for one in found] == [20, 20]
+    assert_same(found, [[expected] * 20] * 2)
+    if backend.name == "torch":  # nothing is left in the template
+        assert not any("forward" in vars(part) for part in model.modules())
+
+
+@pytest.mark.parametrize("rows", [0, 1])
+def test_few_rows(backend, rows):
+    x = numbers(rows, 4)
+    expected = backend.call(backend.mlp(), x)
+    assert_same(backend.call(device_parallel(backend.mlp(), {"hidden": "cpu:1"}), x), expected)
+    both = data_parallel(backend.mlp(), GROUPS, placement={"hidden": 0, "out": 1}, micro_batches=3)
+    assert_same(backend.call(both, x), expected)  # six replicas
 
 
 def test_the_same_placement_of_a_model_and_its_twin_gives_the_same(both, keras_float64):
@@ -194,10 +225,9 @@ def test_the_same_placement_of_a_model_and_its_twin_gives_the_same(both, keras_f
     batch = [numbers(6, 4, seed=seed) for seed in (1, 2)]
     theirs = placed_twin.eval()(*map(torch.tensor, batch))
     assert_same(theirs.detach().numpy(), np.asarray(placed(batch)))
-    weights = isobatch.copy_weights  # trained in Keras, read in torch: names and files are the template's
     placed.compile("sgd", "mse")
     placed.fit(batch, numbers(6, 2, seed=3), epochs=3, verbose=0)
-    weights(placed.template, twin)
+    isobatch.copy_weights(placed.template, twin)  # trained in Keras, read in torch
     assert_same(placed_twin(*map(torch.tensor, batch)).detach().numpy(), np.asarray(placed(batch)))
 
 

@@ -177,7 +177,13 @@ class Place(keras.layers.Layer):
             return self.operation(*args, **kwargs)
         passing = _Passing()
         scope = "place_" + re.sub(r"[^A-Za-z0-9_.]", "_", self.name)
-        output, masks, losses = record(self.operation, args, kwargs, passing, device=self.device, name=scope)
+        try:
+            output, masks, losses = record(
+                self.operation, args, kwargs, passing, device=self.device, name=scope
+            )
+        except Exception as error:
+            error.add_note(f"in part {self.operation.name!r} on {self.device}")
+            raise
         for variable, value in passing.updates:
             variable.assign(value)
         for loss in losses:

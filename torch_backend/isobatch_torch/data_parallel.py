@@ -16,7 +16,7 @@ from isobatch.placement import Placement
 from isobatch_torch.accelerators import memory, one_device, visible
 from isobatch_torch.backend import BACKEND
 from isobatch_torch.engine import Engine, Schedule, run_template
-from isobatch_torch.placement import is_home
+from isobatch_torch.memories import is_home
 from isobatch_torch.stages import move_parts
 from isobatch_torch.wrapper import Wrapper
 

@@ -14,12 +14,12 @@ from weakref import WeakSet
 import torch
 from torch import nn
 
-from isobatch import placement
 from isobatch.backend import Replica, Result, Shard, StatePolicy, running
 from isobatch.devices import Device
+from isobatch.placement import Placement
 from isobatch_torch.accelerators import current
 from isobatch_torch.internals import is_confined
-from isobatch_torch.placement import Placement
+from isobatch_torch.memories import Memories
 from isobatch_torch.random import part_streams, positions, shared_generators
 from isobatch_torch.replicas import Copies
 from isobatch_torch.stages import Stages
@@ -64,14 +64,14 @@ class Engine:
         self,
         template: nn.Module,
         devices: Sequence[Device],
-        placements: Sequence[placement.Placement] | None = None,
+        placements: Sequence[Placement] | None = None,
     ) -> None:
         self.template = template
         self.devices = devices
         self.stages = [Stages(one, one.devices[0]) for one in placements or ()]
         self.copies = Copies(template, len(devices))
         self.on_cpu = all(device.kind == "cpu" for device in devices)
-        self.placement = Placement(devices, placements)
+        self.memories = Memories(devices, placements)
         self.generators = shared_generators(devices, [])
         self.habits: dict[Any, _Habits] = {}
         self.lock = threading.Lock()
@@ -122,7 +122,7 @@ class Engine:
         live = (
             known.live if known else frozenset[Place]() if confined and not any(self.copies.modes) else None
         )
-        kept = RunningState(self.copies, self.placement, ranks, state, live)
+        kept = RunningState(self.copies, self.memories, ranks, state, live)
         calls = [
             kept.bind(position, bound_call(self.method(shard.rank, method), shard))
             for position, shard in enumerate(shards)
@@ -148,10 +148,10 @@ class Engine:
     def prepare(self, ranks: Sequence[int]) -> None:
         """Bring replicas up to date with the template."""
         if self.copies.refresh():
-            self.placement.check(self.copies)
+            self.memories.check(self.copies)
             self.generators = shared_generators(self.devices, [node.original for node in self.copies.nodes])
-        self.placement.move(self.copies, ranks)
-        if self.placement.away:
+        self.memories.move(self.copies, ranks)
+        if self.memories.away:
             part_streams(self.devices)
 
     def in_turn(self, schedule: Schedule, gap: int | None) -> bool:

@@ -5,9 +5,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+import os
+import threading
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -34,7 +38,7 @@ __all__ = [
     "move_towards",
     "node_count",
     "parameters_of",
-    "replaced",
+    "redirected",
     "set_grad_mode",
     "uncompiled",
     "use_own_parameters",
@@ -147,18 +151,57 @@ def _modes() -> list[Any]:
 
 
 @contextmanager
-def replaced(part: nn.Module, enter: Callable[..., Any]) -> Generator[None]:
-    """Replace a module's forward pass for a while, in the very module: whoever refers to it gets the placed one."""
-    contents = vars(part)
-    own = contents.get("forward")
-    contents["forward"] = partial(enter, part.forward)
+def redirected(entries: Mapping[nn.Module, Callable[..., Any]]) -> Generator[None]:
+    """Let calls of modules' forward passes, made in this context, go through functions.
+
+    The forward pass is replaced in the very module, so that whoever refers to it is redirected; other threads, and other contexts
+    around the same module, have its own.
+
+    Args:
+        entries: Called with the module's own forward pass and the arguments of the call.
+    """
+    token = _entries.set({**_entries.get(), **entries})
+    with _redirecting.lock:
+        for module in entries:
+            own, users = _redirecting.users.get(module, (vars(module).get("forward"), 0))
+            if not users:
+                vars(module)["forward"] = partial(_redirect, module, module.forward)
+            _redirecting.users[module] = own, users + 1
     try:
         yield
     finally:
-        if own is None:
-            contents.pop("forward", None)
-        else:
-            contents["forward"] = own
+        _entries.reset(token)
+        with _redirecting.lock:
+            for module in entries:
+                own, users = _redirecting.users.pop(module)
+                if users > 1:
+                    _redirecting.users[module] = own, users - 1
+                elif own is None:
+                    vars(module).pop("forward", None)
+                else:
+                    vars(module)["forward"] = own
 
 
+def _redirect(module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    entry = _entries.get().get(module)
+    return forward(*args, **kwargs) if entry is None else entry(forward, *args, **kwargs)
+
+
+class _Redirecting:
+    """Which modules are redirected: their own instance-level forward pass, and by how many calls."""
+
+    def __init__(self) -> None:
+        self.users: dict[nn.Module, tuple[Any, int]] = {}
+        self.unlock()
+        if hasattr(os, "register_at_fork"):
+            os.register_at_fork(after_in_child=self.unlock)  # another thread may have held it
+
+    def unlock(self) -> None:
+        self.lock = threading.Lock()
+
+
+_entries: ContextVar[Mapping[nn.Module, Callable[..., Any]]] = ContextVar(
+    "isobatch_torch_entries", default=MappingProxyType({})
+)
+_redirecting = _Redirecting()
 _SEED = torch.zeros((), requires_grad=True)

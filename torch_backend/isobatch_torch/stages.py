@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -16,7 +15,7 @@ from isobatch.devices import Device
 from isobatch.placement import Placement
 from isobatch.trees import flatten, unflatten
 from isobatch_torch.accelerators import KIND, current, memory, same_memory, send
-from isobatch_torch.internals import replaced
+from isobatch_torch.internals import redirected
 from isobatch_torch.workers import add_note
 
 __all__ = ["Stages", "move_parts"]
@@ -43,7 +42,6 @@ class Stages:
         self.placement = placement
         self.output = memory(output)
         self.apart = len({*map(memory, placement.devices), self.output}) > 1
-        self.lock = threading.RLock()  # the parts' forward passes are replaced meanwhile
 
     def run(self, module: nn.Module, method: str, /, *args: Any, **kwargs: Any) -> Any:
         """Call a method of a module.
@@ -61,12 +59,11 @@ class Stages:
             BaseException: What a part raised, with a note that says which one it was.
         """
         transfers = _Transfers()
-        with self.lock, ExitStack() as stack:
-            if self.apart:
-                stack.enter_context(Together(self.output))
-            for name, device in self.placement.items():
-                part = module.get_submodule(name)
-                stack.enter_context(replaced(part, partial(_enter, transfers, name, device)))
+        entries = {
+            module.get_submodule(name): partial(_enter, transfers, name, device)
+            for name, device in self.placement.items()
+        }
+        with Together(self.output) if self.apart else nullcontext(), redirected(entries):
             return getattr(module, method)(*args, **kwargs)
 
 

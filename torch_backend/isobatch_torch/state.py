@@ -15,8 +15,8 @@ from isobatch_torch.accelerators import same_memory
 from isobatch_torch.arrays import equal
 from isobatch_torch.checks import template_path
 from isobatch_torch.internals import buffers_of, version_of
+from isobatch_torch.memories import Memories
 from isobatch_torch.norms import Statistics, merge_statistics, recorded
-from isobatch_torch.placement import Placement
 from isobatch_torch.replicas import Copies, Node
 
 __all__ = ["Place", "RunningState"]
@@ -32,7 +32,7 @@ class RunningState:
 
     Args:
         copies: The replicas.
-        placement: Where they are.
+        memories: Where they are.
         ranks: Those that run.
         policy: `"merge"`, `"first"` or `"sequential"`.
         live: Buffers that replicas are known to update; `None`: not known, so any may be.
@@ -41,13 +41,13 @@ class RunningState:
     def __init__(
         self,
         copies: Copies,
-        placement: Placement,
+        memories: Memories,
         ranks: Sequence[int],
         policy: StatePolicy,
         live: frozenset[Place] | None,
     ) -> None:
         self.copies = copies
-        self.placement = placement
+        self.memories = memories
         self.ranks = ranks
         self.policy = policy
         self.unknown = live is None
@@ -81,9 +81,9 @@ class RunningState:
 
     def part(self, position: int, node: Node, buffer: torch.Tensor, *, own: bool) -> torch.Tensor:
         """Return the buffer that one replica gets."""
-        place = self.placement.place(self.ranks[position], node.path)
+        place = self.memories.place(self.ranks[position], node.path)
         if not own:
-            return buffer.to(place) if buffer.requires_grad else self.placement.copy(buffer, place)
+            return buffer.to(place) if buffer.requires_grad else self.memories.copy(buffer, place)
         copies = self.own[position]
         if id(buffer) not in copies:
             copies[id(buffer)] = buffer.clone() if same_memory(buffer, place) else buffer.to(place)
@@ -104,7 +104,7 @@ class RunningState:
         def chained() -> Any:
             copies = [buffers_of(loan.node.copies[self.ranks[position]]) for loan in self.loans]
             for loan, buffers in zip(self.loans, copies, strict=True):
-                place = self.placement.place(self.ranks[position], loan.node.path)
+                place = self.memories.place(self.ranks[position], loan.node.path)
                 buffer = buffers_of(loan.node.original)[loan.name]
                 buffers[loan.name] = buffer if buffer is None else buffer.to(place)
             try:

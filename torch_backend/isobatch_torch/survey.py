@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import ExitStack
 from functools import partial
 from time import perf_counter
 from typing import Any
@@ -16,7 +15,7 @@ from isobatch.errors import ModelError
 from isobatch.placement import Balance, Part
 from isobatch.trees import flatten
 from isobatch_torch.device_parallel import check_placeable
-from isobatch_torch.internals import replaced
+from isobatch_torch.internals import redirected
 
 __all__ = ["survey"]
 
@@ -75,11 +74,8 @@ class _Run:
         self.depths: list[int] = []  # for each call going on, how many calls were made in it
 
     def make(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        with ExitStack() as stack:
-            stack.enter_context(_Tracing(self))
-            for name, part in module.named_modules():
-                if name:
-                    stack.enter_context(replaced(part, partial(self.call, name, part)))
+        entries = {part: partial(self.call, name, part) for name, part in module.named_modules() if name}
+        with _Tracing(self), redirected(entries):
             module(*args)
 
     def call(self, name: str, part: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from isobatch import placement
 from isobatch.devices import Device
 from isobatch.errors import ModelError
+from isobatch.placement import Placement
 from isobatch_torch.accelerators import KIND, memory, same_memory, torch_text
 from isobatch_torch.checks import template_path
 from isobatch_torch.internals import (
@@ -24,7 +24,7 @@ from isobatch_torch.internals import (
 )
 from isobatch_torch.replicas import Copies, Node
 
-__all__ = ["Placement", "is_home"]
+__all__ = ["Memories", "is_home"]
 
 
 def is_home(module: nn.Module, device: Device) -> bool:
@@ -47,7 +47,7 @@ def _any_tensor(module: nn.Module) -> torch.Tensor | None:
     return next(chain(module.parameters(), module.buffers()), None)
 
 
-class Placement:
+class Memories:
     """What of a template's weights lies on which memory.
 
     With gradients the weights are broadcast for every call, as part of the graph. Without, copies are kept until a weight is
@@ -58,9 +58,7 @@ class Placement:
         placements: Where the parts of each replica run, if they run on different devices; the template's lie on those of the first.
     """
 
-    def __init__(
-        self, devices: Sequence[Device], placements: Sequence[placement.Placement] | None = None
-    ) -> None:
+    def __init__(self, devices: Sequence[Device], placements: Sequence[Placement] | None = None) -> None:
         self.places = [memory(device) for device in devices]
         self.placements = placements
         self.device = devices[0]
