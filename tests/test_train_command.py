@@ -48,3 +48,5 @@ def test_digits_are_trained_side_by_side(tmp_path, capfd):
 def test_wrong_uses(capfd):
     assert main(["parity", "xception", "--train"]) == 2
     assert "assert_training_parity" in capfd.readouterr().err
+    assert main(["parity", "--train", "--size", "8"]) == 2
+    assert "without --size" in capfd.readouterr().err

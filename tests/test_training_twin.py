@@ -427,3 +427,45 @@ def test_outputs_with_masks_count_where_they_are_not_masked(replicas):
     for name, value in torch_side.metrics.items():
         assert abs(value - theirs[name]) < GAP, name
     assert abs(ours - theirs["loss"]) < GAP
+
+
+@pytest.mark.parametrize("one_hot", [False, True])
+def test_class_weights_and_averages_in_fit(one_hot):
+    model = network("softmax")
+    loss = "categorical_crossentropy" if one_hot else "sparse_categorical_crossentropy"
+    model.compile(optimizers.SGD(0.1, use_ema=True, ema_momentum=0.5), loss, weighted_metrics=["accuracy"])
+    torch_side = isobatch.training_twin(model)
+    targets = np.eye(3)[CLASSES] if one_hot else CLASSES
+    settings = {"batch_size": 4, "epochs": 2, "class_weight": {0: 0.5, 2: 3.0}}
+    ours = torch_side.fit(X, targets, **settings)
+    theirs = model.fit(X, targets, shuffle=False, verbose=0, **settings).history
+    assert gaps(model, torch_side, [])[0] < GAP
+    np.testing.assert_allclose(ours, theirs["loss"], rtol=GAP)
+    assert abs(torch_side.metrics["accuracy"] - theirs["accuracy"][-1]) < GAP
+    with pytest.raises(ValueError, match="got sample weights too"):
+        torch_side.fit(X, targets, sample_weight=np.ones(11), class_weight={0: 1.0})
+
+
+def test_states_of_the_same_weights_but_another_beginning():
+    plain, amsgrad, started, fresh = network(), network(), network(), network()
+    for model, optimizer in (
+        (plain, optimizers.Adam()),
+        (amsgrad, optimizers.Adam(amsgrad=True)),
+        (started, "adam"),
+        (fresh, "adam"),
+    ):
+        model.compile(optimizer, "mse")
+    for model in (plain, amsgrad, started):
+        model.train_on_batch(X, Y)
+    before = [np.asarray(variable.numpy()) for variable in (*amsgrad.variables, *started.variables)]
+    with pytest.raises(SpecError, match="velocity_hat"):
+        isobatch.TrainingState.of(plain).put_into(amsgrad)
+    with pytest.raises(SpecError, match="compile anew"):
+        isobatch.TrainingState.of(fresh).put_into(started)
+    after = [np.asarray(variable.numpy()) for variable in (*amsgrad.variables, *started.variables)]
+    assert all(np.array_equal(a, b) for a, b in zip(before, after, strict=True))
+    training = isobatch.training_twin(started)
+    isobatch.TrainingState.of(fresh).put_into(training)  # torch begins anew
+    training.train_on_batch(X, Y)
+    fresh.train_on_batch(X, Y)
+    assert gaps(fresh, training, [])[0] < GAP

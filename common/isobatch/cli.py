@@ -134,6 +134,7 @@ def parity(  # noqa: PLR0917 - typer calls it by name
     """
     _check_outputs(json_file, html_file)
     if train:
+        _refuse_with_train(torch_module, torch_weights, placement, size)
         return _train_parity(model, replicas or "1,4", data, epochs, seed, (json_file, html_file))
     if model is not None:
         from isobatch.model_parity import run_model
@@ -162,6 +163,14 @@ def parity(  # noqa: PLR0917 - typer calls it by name
         msg = "Expected a MODEL with --html, --torch, --torch-weights, --placement and --size."
         raise _WrongUseError(msg)
     return _digits_parity("1,2,3,4" if replicas is None else replicas, batch_sizes, data, seed, json_file)
+
+
+def _refuse_with_train(*options: Any) -> None:
+    names = ("--torch", "--torch-weights", "--placement", "--size")
+    given = [name for name, option in zip(names, options, strict=True) if option is not None]
+    if given:
+        msg = f"Expected --train without {', '.join(given)}, which are for a MODEL."
+        raise _WrongUseError(msg)
 
 
 def _train_parity(  # noqa: PLR0917 - one call

@@ -106,6 +106,8 @@ class TrainingState:
         ]
         if self.optimizer != other.optimizer:
             wrong.append(f"optimizer {self.optimizer!r}, expected {other.optimizer!r}")
+        if self.slots and other.slots and self.slots.keys() != other.slots.keys():
+            wrong.append(f"an optimizer that keeps {sorted(self.slots)}, expected {sorted(other.slots)}")
         wrong += [
             f"{slot} of {key} {array.shape}, expected {shapes.get(key, 'none')}"
             for slot, arrays in self.slots.items()

@@ -8,6 +8,7 @@ from typing import Any
 import keras
 import numpy as np
 
+from isobatch.errors import SpecError
 from isobatch.training_state import TrainingState
 from isobatch_keras.training.recipe import variables_of
 
@@ -67,11 +68,16 @@ def write_state(model: Any, state: TrainingState) -> None:
     Args:
         model: A compiled model of the same weights and optimizer.
         state: Where to go on.
+
+    Raises:
+        SpecError: The state is from before training, and the model's optimizer has started; nothing is changed then.
     """
-    variables = variables_of(model)
+    variables, optimizer = variables_of(model), _inner(model)
+    if not state.slots and _slots(optimizer, variables, lambda kept: kept):
+        msg = "Expected a state from the middle of training for a model that has been trained, got one from before it; compile anew first."
+        raise SpecError(msg)
     for key, variable in variables.items():
         variable.assign(state.weights[key])
-    optimizer = _inner(model)
     if state.slots and not optimizer.built:
         model.optimizer.build(model.trainable_variables)
     for slot, kept in _slots(optimizer, variables, lambda variable: variable).items():

@@ -102,7 +102,16 @@ class TrainingTwin:
         self.optimizer.step()
         return True
 
-    def fit(self, x: Any, y: Any, *, batch_size: int = 32, epochs: int = 1) -> list[float]:
+    def fit(
+        self,
+        x: Any,
+        y: Any,
+        *,
+        batch_size: int = 32,
+        epochs: int = 1,
+        sample_weight: Any = None,
+        class_weight: Mapping[int, float] | None = None,
+    ) -> list[float]:
         """Take the rows in the order they have, batch by batch, as Keras does with `shuffle=False`.
 
         Args:
@@ -110,11 +119,19 @@ class TrainingTwin:
             y: Likewise.
             batch_size: Rows of a batch; the last one may have fewer.
             epochs: How often the rows are seen.
+            sample_weight: As for `train_on_batch`, for all rows.
+            class_weight: What a row of a class counts for, 1 where nothing is said; of a model with one output.
 
         Returns:
-            The loss of each epoch: the mean over its rows.
+            The loss of each epoch: the mean over its rows. At the end moving averages of the weights take their place, if there are any.
+
+        Raises:
+            ValueError: Both weights are given, or classes are weighted for several outputs.
         """
         inputs, targets = _tensors(x), _tensors(y)
+        weights = None if sample_weight is None else torch.as_tensor(sample_weight)
+        if class_weight is not None:
+            weights = _weights_of_classes(targets, class_weight, weights)
         rows = len(inputs[0])
         history: list[float] = []
         for _ in range(epochs):
@@ -122,9 +139,13 @@ class TrainingTwin:
             total = 0.0
             for start in range(0, rows, batch_size):
                 part = slice(start, min(start + batch_size, rows))
-                loss = self.train_on_batch([one[part] for one in inputs], [one[part] for one in targets])
+                taken = None if weights is None else weights[part]
+                loss = self.train_on_batch(
+                    [one[part] for one in inputs], [one[part] for one in targets], taken
+                )
                 total += loss * (part.stop - start)
             history.append(total / rows)
+        self.optimizer.use_averages()
         return history
 
     def _forward(self, x: Any) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
@@ -207,6 +228,7 @@ def write_state(training: TrainingTwin, state: TrainingState) -> None:
     module, optimizer = training.network, training.optimizer
     load_tensors(module, state.weights)
     optimizer.iterations = state.iterations
+    optimizer.state.clear()
     optimizer.prepare()
     for group in optimizer.param_groups:
         group.update({name: state.once[name] for name in optimizer.once if name in state.once})
@@ -277,6 +299,20 @@ def _keep_logits(module: Twin) -> None:
         node = nodes.get(reference)
         if node is not None and node.operation in {"sigmoid", "softmax"}:
             module.get_submodule(module_path(node)).register_forward_hook(keep_logits)
+
+
+def _weights_of_classes(
+    targets: Sequence[torch.Tensor], class_weight: Mapping[int, float], weights: torch.Tensor | None
+) -> torch.Tensor:
+    """What each row counts for by its class: an integer, or the greatest of its targets."""
+    if weights is not None or len(targets) > 1:
+        got = "sample weights too" if weights is not None else f"{len(targets)} outputs"
+        msg = f"Expected class weights alone, for a model with one output, got {got}."
+        raise ValueError(msg)
+    y = targets[0]
+    if y.dim() > 1:
+        y = y.argmax(-1) if y.shape[-1] != 1 else y.squeeze(-1)
+    return torch.tensor([float(class_weight.get(int(one), 1.0)) for one in y.round()], dtype=torch.float64)
 
 
 def _tensors(nest: Any) -> list[torch.Tensor]:
