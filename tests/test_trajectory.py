@@ -6,6 +6,8 @@ import pytest
 torch = pytest.importorskip("torch")
 keras = pytest.importorskip("keras")
 
+from test_training_twin import OPTIMIZERS  # noqa: E402
+
 import isobatch  # noqa: E402
 import isobatch.digits  # noqa: E402
 from isobatch.errors import SpecError  # noqa: E402
@@ -92,6 +94,40 @@ def transformer():
     model = keras.Model(words, L.Dense(3)(L.GlobalAveragePooling1D()(x)))
     model.compile(optimizers.AdamW(1e-2), keras.losses.SparseCategoricalCrossentropy(from_logits=True))
     return model, (RNG.integers(0, 9, (40, 6)), RNG.integers(0, 3, 40))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_every_optimizer_takes_the_same_twenty_steps_over_replicas(name):
+    x, y = images()
+    found = assert_training_parity(digits(OPTIMIZERS[name]()), batches(x, y), replicas=2)
+    assert found.steps == 20
+
+
+def test_steps_over_replicas_are_those_of_the_shards_one_after_another():
+    """The reference of contract line 7: each shard normalised by itself, gradients weighted by rows, statistics of all rows."""
+    x, y = images()
+    taken = list(batches(x, y, 5))
+    model = digits(optimizers.SGD(0.1))
+    reference = isobatch.training_twin(model)
+    assert_training_parity(model, taken, replicas=4)
+    net = reference.module.train()
+    for batch in taken:
+        rows, labels = map(torch.tensor, batch)
+        reference.optimizer.zero_grad()
+        norm = net.norm
+        before = norm.running_mean.clone(), norm.running_var.clone()
+        with torch.no_grad():
+            seen = net.conv(rows).flatten(0, 2)
+        for part, targets in zip(rows.tensor_split(4), labels.tensor_split(4), strict=True):
+            loss = torch.nn.functional.nll_loss(net(part).log(), targets)
+            (loss * len(part) / len(rows)).backward()
+        reference.optimizer.step()
+        norm.running_mean.copy_(0.9 * before[0] + 0.1 * seen.mean(0))
+        norm.running_var.copy_(0.9 * before[1] + 0.1 * seen.var(0, correction=0))
+    found, wanted = (isobatch.TrainingState.of(one).weights for one in (model, reference))
+    for key, array in wanted.items():
+        np.testing.assert_allclose(found[key], array, rtol=1e-9, atol=1e-12, err_msg=key)
 
 
 @pytest.mark.slow

@@ -122,7 +122,7 @@ class Adagrad(KerasOptimizer):
 
     def initial(self, slot: str, group: Group) -> float:
         """Return what a slot is filled with at first."""
-        return float(group["initial_accumulator_value"]) if slot == "accumulator" else 0.0
+        return rounded(group["initial_accumulator_value"]) if slot == "accumulator" else 0.0
 
     def update(self, p: torch.Tensor, gradient: Gradient, state: dict[str, Any], at: Moment) -> None:
         """Move one parameter."""
@@ -224,7 +224,7 @@ class Ftrl(KerasOptimizer):
 
     def initial(self, slot: str, group: Group) -> float:
         """Return what a slot is filled with at first."""
-        return float(group["initial_accumulator_value"]) if slot == "accumulator" else 0.0
+        return rounded(group["initial_accumulator_value"]) if slot == "accumulator" else 0.0
 
     def update(self, p: torch.Tensor, gradient: Gradient, state: dict[str, Any], at: Moment) -> None:
         """Move one parameter."""
