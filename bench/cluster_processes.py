@@ -14,6 +14,7 @@ from torch import nn
 from torch_networks import case, stepper
 
 import isobatch
+from isobatch.timing import keep_memory
 
 STEPS = 20
 
@@ -26,6 +27,7 @@ def wire():
 
 
 def serve(kind, name):
+    keep_memory()
     torch.set_num_threads(1)
     rank = int(os.environ["RANK"])
     net, x, y = case(name)

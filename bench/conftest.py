@@ -74,9 +74,10 @@ def measured(benchmark):
 class Peer:
     """A program that does one round of its work whenever it is told to: what can run only once, or only elsewhere, takes turns too."""
 
-    def __init__(self, program, *arguments):
+    def __init__(self, program, *arguments, **environment):
         self._process = subprocess.Popen(
             [sys.executable, str(HERE / program), *arguments],
+            env=os.environ | environment,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -105,8 +106,8 @@ def peer():
     """Start programs and end them."""
     started = []
 
-    def start(*arguments):
-        started.append(Peer(*arguments))
+    def start(*arguments, **environment):
+        started.append(Peer(*arguments, **environment))
         return started[-1]
 
     yield start

@@ -14,6 +14,8 @@ isobatch.virtual_devices(2)
 import keras
 import numpy as np
 
+from isobatch.timing import keep_memory
+
 layers = keras.layers
 SHAPES = {"mlp": (784,), "cnn": (32, 32, 3), "resnet": (24, 24, 3), "lstm": (64, 32), "transformer": (32, 32)}
 ROWS, CLASSES = 512, 10
@@ -75,6 +77,7 @@ def loops(model, kind):
 if __name__ == "__main__":
     import tensorflow as tf
 
+    keep_memory()
     with tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"]).scope():
         work = loops(compiled(network(sys.argv[1])), sys.argv[1])
     for line in sys.stdin:

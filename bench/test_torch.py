@@ -1,4 +1,4 @@
-"""What a parallel module costs on two CPU replicas, beside the plain one and beside two processes of DistributedDataParallel."""
+"""What a parallel module costs on two CPU replicas, beside the plain one, nn.DataParallel over stand-ins, and DistributedDataParallel."""
 
 import math
 
@@ -7,34 +7,58 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from torch import nn  # noqa: E402
+from torch_data_parallel import Standing, standing_in  # noqa: E402
 from torch_networks import CASES, case, stepper  # noqa: E402
 
 from isobatch_torch import DataParallel  # noqa: E402
 
-GOALS = {name: 1.05 for name in CASES if name != "transformer-dropout"} | {"mlp": 1.3}
+GOALS = dict.fromkeys(("cnn", "resnet", "lstm", "transformer"), 1.05) | {"mlp": 1.3}
+NETWORKS = [pytest.param(name, marks=[pytest.mark.full] * (name == "xception")) for name in CASES]
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.fixture(autouse=True)
+def stand_ins():
+    with standing_in():
+        yield
+
+
+@pytest.mark.parametrize("name", NETWORKS)
 def test_forward(contest, name):
     net, x, _ = case(name)
     net.eval()
     parallel = DataParallel(net, 2)
-    calls = {"plain": lambda: net(x), "2 replicas": lambda: parallel(x)}
+    standing = Standing(net)
+    calls = {
+        "plain": lambda: net(x),
+        "2 replicas": lambda: parallel(x),
+        "nn.DataParallel": lambda: standing(x),
+    }
+    goals = {("2 replicas", "plain"): GOALS.get(name), ("2 replicas", "nn.DataParallel"): None}
     with torch.no_grad():
-        contest(f"torch forward {name}", calls, {("2 replicas", "plain"): GOALS.get(name)}, rows=len(x))
-        torch.testing.assert_close(parallel(x), net(x), rtol=1e-4, atol=1e-5)
+        contest(f"torch forward {name}", calls, goals, rows=len(x))
+        for call in calls.values():
+            torch.testing.assert_close(call(), net(x), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", NETWORKS)
 def test_step(contest, peer, name):
-    plain, other = case(name), case(name)
+    plain, other, third = case(name), case(name), case(name)
     calls = {
         "plain": stepper(*plain),
         "2 replicas": stepper(DataParallel(other[0], 2), *other[1:]),
+        "nn.DataParallel": stepper(Standing(third[0]), *third[1:]),
         "DDP, 2 processes": peer("torch_networks.py", name).call("step"),
     }
-    goals = {("2 replicas", "plain"): GOALS.get(name), ("2 replicas", "DDP, 2 processes"): 1.0}
+    goals = {("2 replicas", "plain"): GOALS.get(name)}
+    goals |= {("2 replicas", peers): 1.0 if peers.startswith("DDP") else None for peers in list(calls)[2:]}
+    first = [calls["plain"](), calls["2 replicas"](), calls["nn.DataParallel"]()]
     contest(f"torch step {name}", calls, goals, rows=len(plain[1]))
+    if name not in {
+        "resnet",
+        "xception",
+        "transformer-dropout",
+    }:  # whose shards have statistics and masks of their own
+        assert max(first) - min(first) < 1e-4 * first[0]
     assert all(math.isfinite(call()) for call in calls.values())
 
 
@@ -65,23 +89,4 @@ def test_overhead_on_a_tiny_module(contest, benchmark):
     benchmark.extra_info["numbers"] = [
         ["one replica adds", micro["1 replicas"] - micro["plain"], "us", 15],
         ["each further one adds", (micro["4 replicas"] - micro["1 replicas"]) / 3, "us", 60],
-    ]
-
-
-@pytest.mark.parametrize("grad", [False, True], ids=["no-grad", "grad"])
-def test_a_hundred_layers(contest, benchmark, grad):
-    """What a call costs before and after the replicas run: they do nothing here."""
-    net = nn.Sequential(*[nn.Linear(4, 4) for _ in range(100)])
-    net.__class__ = type("Idle", (nn.Sequential,), {"forward": lambda self, x: self[0](x)})
-    x = torch.randn(8, 4)
-    parallel = DataParallel(net, 2)
-    with torch.set_grad_enabled(grad):
-        timings = contest(
-            f"torch, a hundred layers, {'grad' if grad else 'no grad'}",
-            {"2 replicas": lambda: parallel(x)},
-            seconds=1,
-        )
-        assert parallel(x).shape == (8, 4)
-    benchmark.extra_info["numbers"] = [
-        ["a call", 1e3 * timings["2 replicas"].median, "ms", 1.5 if grad else 0.3]
     ]

@@ -8,6 +8,8 @@ import tempfile
 import torch
 from torch import nn
 
+from isobatch.timing import keep_memory
+
 
 class Residual(nn.Module):
     def __init__(self, channels):
@@ -55,6 +57,21 @@ def mlp():
     return nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 4))
 
 
+def xception():
+    """The one of keras.applications, as its torch twin."""
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+    import isobatch
+
+    isobatch.virtual_devices(2)  # other benches of this process want them
+    import keras
+
+    keras.utils.set_random_seed(0)
+    shape = CASES["xception"][1][1:]
+    return isobatch.twin(
+        keras.applications.Xception(weights=None, input_shape=shape, classes=4, classifier_activation=None)
+    )
+
+
 CASES = {
     "cnn": (cnn, (64, 3, 24, 24)),
     "resnet": (resnet, (32, 3, 24, 24)),
@@ -62,6 +79,7 @@ CASES = {
     "transformer": (transformer, (64, 32, 32)),
     "transformer-dropout": (lambda: transformer(0.1), (64, 32, 32)),
     "mlp": (mlp, (256, 32)),
+    "xception": (xception, (8, 96, 96, 3)),
 }
 
 
@@ -88,6 +106,7 @@ def stepper(model, x, y):
 
 def process(rank, name, folder):
     """One of two processes: the first takes a step when it is told to, the other one with it."""
+    keep_memory()
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo", f"file://{folder}/meeting", rank=rank, world_size=2)
     net, x, y = case(name)
