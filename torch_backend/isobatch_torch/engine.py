@@ -29,7 +29,7 @@ from isobatch_torch.workers import Outcome, ThreadState, add_note, run_all, run_
 __all__ = ["Engine", "Schedule", "bound_call", "check_outcomes", "run_template"]
 
 Schedule: TypeAlias = Literal["auto", "threads", "sequential"]
-"""Replicas run at once, each in the worker of its rank, or one after another in the caller's thread.
+"""Replicas run at once, each in the worker of its rank (without gradients, the first in the caller's thread), or one after another there.
 
 `"auto"` is `"threads"` on accelerators. On the CPU it is `"threads"` only where no gradients are recorded and replicas take a while:
 the backward pass runs in the caller's thread with all cores, whose helpers go on spinning through the next forward pass, so that two

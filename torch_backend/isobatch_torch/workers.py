@@ -89,7 +89,7 @@ def run_here(calls: Sequence[Callable[[], Any]], state: ThreadState) -> list[Out
 def run_all(
     calls: Sequence[Callable[[], Any]], ranks: Sequence[int], state: ThreadState, gap: int | None
 ) -> list[Outcome]:
-    """Make calls in the workers of their ranks.
+    """Make calls in the workers of their ranks; where no gradients are recorded, the caller makes the first one itself meanwhile.
 
     Args:
         calls: One for each replica.
@@ -109,9 +109,11 @@ def run_all(
     [1, 2]
     """
     workers = _POOL.take(max(ranks) + 1)
-    resized = any(workers[rank].progress.threads != state.threads for rank in ranks)
+    own = int(gap is not None and not state.grad)  # saves waking a worker, and often being woken by it
+    resized = any(workers[rank].progress.threads != state.threads for rank in ranks[own:])
     done: SimpleQueue[None] = SimpleQueue()
     jobs: list[_Job] = []
+    first: list[Outcome] = []
     floor = 0
     for call, rank in zip(calls, ranks, strict=True):
         floor = max(floor, workers[rank].progress.nodes) if state.grad else 0
@@ -124,9 +126,10 @@ def run_all(
             jobs[0].post()
             done.get()
         else:
-            for job in jobs:
+            for job in jobs[own:]:
                 job.post()
-            for _ in jobs:
+            first = run_here(calls[:own], state)
+            for _ in jobs[own:]:
                 done.get()
     except BaseException:
         _POOL.reset()
@@ -134,7 +137,7 @@ def run_all(
     finally:
         if resized:  # a worker's number of threads became the one that new threads start with
             torch.set_num_threads(torch.get_num_threads())
-    return [job.outcome for job in jobs if job.ran]
+    return first + [job.outcome for job in jobs if job.ran]
 
 
 @dataclass(frozen=True, slots=True)
