@@ -1,4 +1,4 @@
-"""`fit` and `predict` on two logical CPU devices, beside the plain model and beside MirroredStrategy."""
+"""`fit` and `predict` on two logical CPU devices, beside the plain model, MirroredStrategy and Keras on torch."""
 
 import math
 
@@ -12,6 +12,7 @@ import isobatch
 
 GOALS = {"fit": {"mlp": 1.05, "cnn": 1.05, "lstm": 1.5}, "predict": dict.fromkeys(nets.SHAPES, 1.02)}
 FULL = pytest.mark.full
+SHORT = ("mlp", "cnn", "lstm")
 
 
 def parallel(model, replicas=2):
@@ -19,8 +20,7 @@ def parallel(model, replicas=2):
 
 
 @pytest.mark.parametrize(
-    "kind",
-    ["mlp", "cnn", "lstm", pytest.param("resnet", marks=FULL), pytest.param("transformer", marks=FULL)],
+    "kind", [pytest.param(kind, marks=[FULL] * (kind not in SHORT)) for kind in nets.SHAPES]
 )
 @pytest.mark.parametrize("what", ["fit", "predict"])
 def test_two_replicas(contest, peer, what, kind):
@@ -38,7 +38,7 @@ def test_two_replicas(contest, peer, what, kind):
         f"Keras {what} {kind}",
         loops,
         goals,
-        rows=nets.ROWS,
+        rows=nets.rows(kind),
         batch=nets.batch_size(kind),
         weights=template.count_params(),
     )
@@ -50,6 +50,24 @@ def test_two_replicas(contest, peer, what, kind):
 
 
 @FULL
+@pytest.mark.parametrize("kind", SHORT)
+@pytest.mark.parametrize("what", ["fit", "predict"])
+def test_engines(contest, peer, what, kind):
+    """Keras on TensorFlow and on torch: the same network on one device."""
+    loops = {
+        "plain": nets.loops(nets.compiled(nets.network(kind)), kind)[what],
+        "Keras on torch": peer("keras_networks.py", kind, KERAS_BACKEND="torch").call(what),
+    }
+    contest(
+        f"Keras {what} {kind}, engines", loops, seconds=2, rows=nets.rows(kind), batch=nets.batch_size(kind)
+    )
+    if what == "fit":
+        assert all(math.isfinite(loop()) for loop in loops.values())
+    else:
+        assert abs(loops["plain"]() - loops["Keras on torch"]()) < 1e-4
+
+
+@FULL
 @pytest.mark.parametrize("kind", ["mlp", "cnn"])
 def test_many_replicas(contest, kind):
     templates = [nets.network(kind) for _ in range(7)]
@@ -58,7 +76,13 @@ def test_many_replicas(contest, kind):
         for count, model in zip((1, 2, 4, 8, 16, 64), templates[1:], strict=True)
     }
     loops = {name: nets.loops(nets.compiled(model), kind)["fit"] for name, model in models.items()}
-    contest(f"Keras fit {kind}, many replicas", loops, seconds=3, rows=nets.ROWS, batch=nets.batch_size(kind))
+    contest(
+        f"Keras fit {kind}, many replicas",
+        loops,
+        seconds=3,
+        rows=nets.rows(kind),
+        batch=nets.batch_size(kind),
+    )
     assert all(math.isfinite(loop()) for loop in loops.values())
 
 
