@@ -1,4 +1,4 @@
-"""A program that tests start with torchrun: run a script whose second process is killed in the middle of a step, the first time round."""
+"""A program that tests start with a launcher: run a script in which one process fails in the middle of a step, the first time round."""
 
 import os
 import runpy
@@ -9,24 +9,28 @@ import time
 from isobatch_torch.collective import TorchCollective
 
 
-def die_after(messages):
-    """Kill this process when it has begun to send so many messages."""
+def fail_after(how, rank, messages):
+    """Raise, or get a signal, when this process has begun to send so many messages."""
     real = TorchCollective.noticing
     sent = []
 
     def noticing(self):
         sent.append(1)
-        if self.rank == 1 and len(sent) == messages and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
-            sys.stderr.write(f"killed at {time.time()}\n")
+        first = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
+        if self.rank == rank and len(sent) == messages and first:
+            sys.stderr.write(f"failed at {time.time()}\n")
             sys.stderr.flush()
-            os.kill(os.getpid(), signal.SIGKILL)
+            if how == "raise":
+                msg = "planted"
+                raise ValueError(msg)
+            os.kill(os.getpid(), signal.Signals[how])
         return real(self)
 
     TorchCollective.noticing = noticing
 
 
 if __name__ == "__main__":
-    messages, script, *rest = sys.argv[1:]
-    die_after(int(messages))
+    how, rank, messages, script, *rest = sys.argv[1:]
+    fail_after(how, int(rank), int(messages))
     sys.argv = [script, *rest]
     runpy.run_path(script, run_name="__main__")

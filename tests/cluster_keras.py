@@ -2,6 +2,7 @@
 
 import os
 import sys
+from itertools import chain
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
@@ -62,12 +63,27 @@ def scenarios(cluster):
     yield "own", parallel, []
 
 
+def twins(cluster):
+    """Yield what a Keras model and its twin in torch come to in ten steps on the same batches."""
+    parallel = compiled(cluster, lambda: network(norm=True))
+    training = isobatch.training_twin(parallel)
+    training.module = isobatch.data_parallel(training.module, devices=cluster)
+    losses = {"keras": [], "torch": []}
+    for x, y in map(cluster.shard, *zip(*whole(), strict=True)):
+        parallel.reset_metrics()
+        losses["keras"].append(parallel.train_on_batch(x, y)[0])
+        losses["torch"].append(cluster.mean(training.train_on_batch(x, y), len(x)))
+    yield "norm in keras", parallel, [losses["keras"]]
+    isobatch.copy_weights(training.network, parallel.template)
+    yield "norm in torch", parallel, [losses["torch"]]
+
+
 def main(where, replicas):
     keras.config.set_floatx("float64")
     keras.config.set_dtype_policy("float64")
     cluster = isobatch.cluster(["cpu:0"] * int(replicas))
     found = {}
-    for name, parallel, losses in scenarios(cluster):
+    for name, parallel, losses in chain(scenarios(cluster), twins(cluster)):
         found[f"{name}/losses"] = np.array([value for some in losses for value in some], "float64")
         found |= {f"{name}/{i}": value for i, value in enumerate(parallel.get_weights())}
     cluster.save(where, lambda file: np.savez(file, **found))

@@ -85,9 +85,18 @@ def test_processes_train_as_one_does(program, alone, tmp_path, processes, replic
     assert len({key.partition("/")[0] for key in found}) >= 3
     assert np.ptp(found["accumulated/losses"]) > 0.01  # there was something to learn
     assert_same(found, alone(program, processes * replicas))
-    assert_same(
-        {key: value for key, value in found.items() if not key.startswith("norm/")}, alone(program, 1)
-    )
+    assert_same({key: value for key, value in found.items() if not key.startswith("norm")}, alone(program, 1))
+    if program.stem == "cluster_keras":
+        sides = [
+            {
+                key.partition("/")[2]: value
+                for key, value in found.items()
+                if key.startswith(f"norm in {name}/")
+            }
+            for name in ("keras", "torch")
+        ]
+        assert len(sides[0]["losses"]) == 10
+        assert_same(*sides)
 
 
 EXAMPLE = ROOT / "examples" / "cluster.py"
@@ -102,10 +111,21 @@ def epochs(done):
 def test_example_goes_on_after_a_process_was_killed_as_if_nothing_had_been(program, backend, tmp_path):
     whole = launch(2, EXAMPLE, backend.name, "--epochs", 3, "--folder", tmp_path / "whole")
     assert whole.returncode == 0, whole.stderr
-    command = [FAULTS, 60, EXAMPLE, backend.name, "--epochs", 3, "--folder", tmp_path / "killed"]
+    command = [
+        FAULTS,
+        "SIGKILL",
+        1,
+        60,
+        EXAMPLE,
+        backend.name,
+        "--epochs",
+        3,
+        "--folder",
+        tmp_path / "killed",
+    ]
     killed = launch(2, *command, options=["--max-restarts", "1"])
     assert killed.returncode == 0, killed.stderr
-    assert "killed at" in killed.stderr
+    assert "failed at" in killed.stderr
     assert len(epochs(whole)) == 3
     assert epochs(killed) == epochs(whole)  # each once: what was done was not done again
     assert {file.name for file in (tmp_path / "killed").iterdir()} == {
@@ -161,17 +181,49 @@ def test_losses_that_are_no_means_are_refused_over_processes(program, backend):
 
 
 @pytest.mark.slow
-def test_killed_process_ends_the_others(tmp_path):
+@pytest.mark.parametrize(("how", "rank", "code"), [("SIGKILL", 1, -9), ("SIGKILL", 0, -9), ("raise", 1, 1)])
+def test_process_that_fails_ends_the_others(tmp_path, how, rank, code):
     pytest.importorskip("torch")
-    done = launch(2, FAULTS, 20, EXAMPLE, "torch", "--folder", tmp_path)
-    seconds = time.time() - killed_at(done.stderr)
+    done = launch(2, FAULTS, how, rank, 20, EXAMPLE, "torch", "--folder", tmp_path)
+    seconds = time.time() - failed_at(done.stderr)
     assert done.returncode != 0
     assert seconds < 20  # half a second on a quiet machine
-    assert "rank      : 1 (local_rank: 1)\n  exitcode  : -9" in done.stderr.partition("Root Cause")[2]
+    cause = f"rank      : {rank} (local_rank: {rank})\n  exitcode  : {code}"
+    assert cause in done.stderr.partition("Root Cause")[2]
+    assert ("ValueError: planted" in done.stderr) == (how == "raise")
 
 
-def killed_at(log):
-    return float(log.partition("killed at ")[2].split()[0])
+@pytest.mark.slow
+def test_process_that_stands_still_is_named_in_time(tmp_path):
+    pytest.importorskip("torch")
+    code = """
+cluster = isobatch.cluster(timeout=3)
+model = isobatch.data_parallel(torch.nn.Linear(4, 2), devices=cluster)
+for step in range(100000):
+    model(torch.ones(2, 4)).sum().backward()
+"""
+    env = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    first, second = (
+        subprocess.Popen(
+            [sys.executable, FAULTS, "SIGSTOP", "1", "20", failing(tmp_path, code)],
+            env={**os.environ, **QUIET, **env, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    )
+    try:
+        _, log = first.communicate(timeout=60)
+        assert f"Lost rank 1, process {second.pid} on " in log
+        assert first.returncode == 1
+    finally:
+        for process in (first, second):
+            process.kill()
+            process.communicate()
+
+
+def failed_at(log):
+    return float(log.partition("failed at ")[2].split()[0])
 
 
 @pytest.fixture
@@ -232,7 +284,7 @@ def test_two_hosts_train_together_until_one_is_lost_and_named(hosts, tmp_path):
         "--master-port",
         "29555",
     ]
-    script = list(map(str, [FAULTS, 100, EXAMPLE, "torch", "--folder", tmp_path / "two"]))
+    script = list(map(str, [FAULTS, "SIGKILL", 1, 100, EXAMPLE, "torch", "--folder", tmp_path / "two"]))
     agents = [
         subprocess.Popen(
             [*place, *command, "--node-rank", str(rank), *script],
@@ -244,7 +296,7 @@ def test_two_hosts_train_together_until_one_is_lost_and_named(hosts, tmp_path):
         for rank, place in enumerate(enter)
     ]
     (out, first), (_, second) = [agent.communicate(timeout=100) for agent in agents]
-    assert time.time() - killed_at(second) < 30
+    assert time.time() - failed_at(second) < 30
     assert "ClusterError: Lost rank 1, process" in first
     assert all(agent.returncode != 0 for agent in agents)
     alone = start([sys.executable, EXAMPLE, "torch", "--epochs", "2", "--folder", tmp_path / "one"])
