@@ -18,7 +18,7 @@ import matplotlib.pyplot as plt  # noqa: E402
 DOCS = Path(__file__).parents[1] / "docs"
 INTRODUCTION = """# Performance
 
-Measured by `make bench` and written by `bench/report.py`. Calls that are compared take turns in one process, or tell a peer in a process of its
+Measured by `make bench-full` and written by `bench/report.py`. Calls that are compared take turns in one process, or tell a peer in a process of its
 own to take its turn; ratios are of medians, with the 95 % interval of a bootstrap over turns. `*` marks a timing whose middle half of turns
 spreads by more than a fifth: the machine was busy with something else then. Numbers are of one machine; run it on yours.
 

@@ -469,3 +469,25 @@ def test_states_of_the_same_weights_but_another_beginning():
     training.train_on_batch(X, Y)
     fresh.train_on_batch(X, Y)
     assert gaps(fresh, training, [])[0] < GAP
+
+
+def test_no_rows_have_a_loss_of_nothing_to_go_back_from():
+    """As a process of several has it that got none of a batch."""
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
+    model.compile("sgd", "mse")
+    training = isobatch.training_twin(model)
+    before = [p.detach().clone() for p in training.module.parameters()]
+    assert training.train_on_batch(np.zeros((0, 3)), np.zeros((0, 2))) == 0.0
+    assert all(map(torch.equal, before, training.module.parameters()))
+
+
+def test_norm_of_a_twin_has_its_weights_where_replicas_of_torch_have_them():
+    """`nn.DataParallel` takes parameters out of a replica and leaves tensors in their places."""
+    norm = isobatch.twin(keras.Sequential([keras.Input((3,)), keras.layers.BatchNormalization()]))
+    x = torch.tensor([[1.0, 2.0, 3.0], [2.0, 2.0, 5.0]])
+    expected = norm(x)
+    layer = next(module for module in norm.modules() if "weight" in module._parameters)
+    for name in ("weight", "bias"):
+        tensor = layer._parameters.pop(name).detach()
+        object.__setattr__(layer, name, tensor)
+    assert torch.equal(norm(x), expected)

@@ -52,7 +52,8 @@ class BatchNorm(_BatchNorm):
         shape = [1] * x.dim()
         shape[self.axis] = self.num_features
         factor = torch.rsqrt(var + self.eps)
-        weight, bias = self._parameters["weight"], self._parameters["bias"]
+        weight: Any = self.weight  # None, or a tensor: not a parameter in a replica of nn.DataParallel
+        bias: Any = self.bias
         if weight is not None:
             factor = factor * weight
         offset = -mean * factor

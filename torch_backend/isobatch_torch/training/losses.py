@@ -65,7 +65,7 @@ class KerasLoss(nn.Module):
         if weights is not None:
             values, weights = aligned(values, weights)
             values = values * weights
-        if not values.dim() or values.shape == (0,):
+        if not values.dim():
             return values
         if reduction == "sum":
             return values.sum()
